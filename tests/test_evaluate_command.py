@@ -215,6 +215,21 @@ def test_data_that_cannot_be_used_is_told(trained, folder: Path, task: str, word
     assert message in run("hvd-transformer", "evaluate", trained(task), *words, code=2)
 
 
+def test_other_data_may_have_other_columns(trained, folder: Path) -> None:
+    text = (folder / "test.csv").read_text()
+    (folder / "other.csv").write_text(text.replace("label,text\n", "kind,content\n", 1))
+    names = ["data.text_column=content", "data.label_column=kind"]
+    rows = trained("classification")
+    found, wanted = (evaluated(rows, "--data", folder / name, *words) for name, words in
+                     (("other.csv", names), ("test.csv", [])))  # fmt: skip
+    assert found["metrics"] == wanted["metrics"]
+    line = run("hvd-transformer", "evaluate", rows, *names, code=2)
+    assert "data.text_column is fixed by the checkpoint" in line
+    model = trained("language_model")
+    plain = [evaluated(model, "--data", folder / "test.txt", *words)["metrics"] for words in ([], names[:1])]
+    assert plain[0] == plain[1]  # running text has no columns
+
+
 def test_launch_checks_the_words_first(trained, folder: Path) -> None:
     directory = trained("language_model")
     done = CliRunner().invoke(launch, ["-np", "2", "--dry-run", "--", "evaluate", str(directory), "--split", "valid"])

@@ -51,7 +51,8 @@ def evaluate(
     Runs in one process or on any number of ranks: `horovodrun -np 2 hvd-transformer evaluate …`, or
     `hvd-transformer launch -np 2 -- evaluate …`. KEY=VALUE may set keys that a resumed run may change, such as
     training.eval_batch_size, translation.beam or parallel.pipeline. The whole split is evaluated, whatever
-    training.eval_batches was in training, unless KEY=VALUE sets it.
+    training.eval_batches was in training, unless KEY=VALUE sets it. With --data, data.text_column and data.label_column
+    name the columns of that file.
     """
     mistake, shown = None, list[str]()
     try:

@@ -4,7 +4,7 @@ Every invalid value raises a `UserError`, which names the key, where it was set 
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -56,10 +56,12 @@ def load(
     return settings.build(of_folder=True)
 
 
-def load_again(values: Mapping[str, Any], origin: str, overrides: Sequence[str] = ()) -> Config:
+def load_again(
+    values: Mapping[str, Any], origin: str, overrides: Sequence[str] = (), free: Collection[str] = ()
+) -> Config:
     """The validated configuration of a checkpoint (`values`, by dotted key) with "KEY=VALUE" words applied.
 
-    Raises `UserError`, also for a word that sets a key which must not change.
+    Raises `UserError`, also for a word that sets a key which must not change, unless it is one of `free`.
     """
     settings = _Settings()
     for key, value in values.items():  # of JSON, where no value is null and "none" a name
@@ -67,7 +69,7 @@ def load_again(values: Mapping[str, Any], origin: str, overrides: Sequence[str] 
     for word in overrides:
         settings.add_word(word)
         key = word.partition("=")[0].strip()
-        if not may_change(key):
+        if not (key in free or may_change(key)):
             raise UserError(f"{word}: {key} is fixed by the checkpoint, {key}={values.get(key)}, and cannot be changed")
     settings.check_homes(but=origin)  # its folders may be those of another machine
     return settings.build()

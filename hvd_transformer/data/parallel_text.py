@@ -99,7 +99,7 @@ def _side_by_side(source: Path, target: Path) -> Iterator[RawExample]:
 
 def _tabbed(path: Path) -> Iterator[RawExample]:
     for number, line in enumerate(read_lines(path), start=1):
-        parts = line.split("\t")
+        parts = line.split("\t") if line else ["", ""]  # left out and counted, as all empty samples are
         if len(parts) != 2:
             raise UserError(f"{path}, line {number}: {len(parts) - 1} tabs; a pair is a source, one tab and its target")
         yield RawExample((parts[0], parts[1]), None, f"{path}, line {number}")

@@ -127,9 +127,6 @@ class _ExampleWriter:
         written: dict[str, _Written] = {}
         for split in self.source.splits:
             written[split] = self._write_split(split, folder, tokenizers, labels)
-            if left_out := written[split].left_out:
-                reasons = ", ".join(f"{number:,} {reason}" for reason, number in left_out.items())
-                self.context.report(f"{self.source.name}: left out of {split}: {reasons}")
         return {
             "tokenizers": {role: tokenizer.digest for role, tokenizer in tokenizers.items()},
             "files": {name: entry for own in written.values() for name, entry in own.files.items()},

@@ -15,6 +15,7 @@ from hvd_transformer.data.text_corpus import Corpus, open_corpus, open_evaluated
 from hvd_transformer.data.token_corpus import TokenCorpus, needs_tokenizer
 from hvd_transformer.data.token_file import MixedTokens, Tokens
 from hvd_transformer.data.tokenizers import Tokenizer, sha256
+from hvd_transformer.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,11 @@ def prepare_sources(config: DataConfig, tokenizer: Tokenizer | None, context: Pr
     Raises `UserError` if the data cannot be used, `Stopped` on request.
     """
     if config.sources is None:
-        return prepare_corpus(config, open_corpus(config, context), tokenizer, context)
+        corpus = open_corpus(config, context)
+        _check_test(config, [corpus])
+        return prepare_corpus(config, corpus, tokenizer, context)
     corpora = [_open(source, context) for source in mixed_sources(config)]
+    _check_test(config, corpora)
     tokenizer = tokenizer or _learned(config, corpora, context)
     return _mixture(config, corpora, tokenizer, context)
 
@@ -47,6 +51,12 @@ def _learned(config: DataConfig, corpora: Sequence[Corpus | TokenCorpus], contex
     has_documents = any("columns" in corpus.identity for corpus in texts)
     trained = [corpus for corpus in texts if "train" in corpus.splits]
     return learn_common_tokenizer(config, trained, has_documents, context)
+
+
+def _check_test(config: DataConfig, corpora: Sequence[Corpus | TokenCorpus]) -> None:
+    """Raise `UserError` if a test split is named that no source has: the job would never be tested."""
+    if config.test and not any("test" in corpus.splits for corpus in corpora):
+        raise UserError(f"data.test={config.test}: {origin(config)} has no file of that name")
 
 
 def _open(source: MixedSource, context: PrepareContext) -> Corpus | TokenCorpus:

@@ -157,7 +157,7 @@ class PreparedExamples:
             for role, tokenizer in self.tokenizers.items()
         ]
         labels = [f"labels: {', '.join(self.labels)}"] if self.labels else []
-        return [f"folder: {self.folder}", *sizes, *vocabularies, *labels]
+        return [f"folder: {self.folder}", *sizes, *vocabularies, *labels, *left_out_lines(self.left_out)]
 
     @property
     def split_digests(self) -> dict[str, str]:
@@ -169,6 +169,12 @@ class PreparedExamples:
         if it is the single split, to be evaluated."""
         with (self.folder / f"{split}.jsonl").open(encoding="utf-8") as file:
             yield from map(json.loads, file)
+
+
+def left_out_lines(left_out: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """What was left out of each split (`PreparedExamples.left_out`), in words."""
+    reasons = {split: ", ".join(f"{n:,} {reason}" for reason, n in found.items()) for split, found in left_out.items()}
+    return [f"left out of {split}: {of_split}" for split, of_split in reasons.items() if of_split]
 
 
 def read_examples(folder: Path, index: dict[str, Any]) -> PreparedExamples | None:

@@ -155,8 +155,8 @@ class ExampleFiles(ABC):
             identity = {"file": file_identity(path), "split": self.config.split, "seed": seed}
             return ExampleSource(_stem(path), {**identity, **self.settings}, splits, _most_bytes((path,)))
         files = self.find(path)
-        for split in ("train", "valid"):
-            if split not in files:
+        for split in SPLITS:
+            if split not in files and (split != "test" or self.config.test):
                 raise UserError(f"{path}: no {split} split; it must hold {self.accepted(path, split)}")
         return self._source(path, files)
 

@@ -116,13 +116,20 @@ def open_text(config: DataConfig, path: Path, wanted: str | None) -> Corpus | To
         if not files and (folder := open_token_folder(path, split_stems(config, _STEMS))) is not None:
             return folder.only(wanted, str(path))
         split = chosen_split(wanted, files, str(path))
-        found = _whole(files[split], config)
+        found = _whole(files[split], _for_other_data(config, files[split]))
         _check_not_empty(found, "the file is empty")
         return _corpus(path.stem, {split: found})
     check_whole(wanted, path)
     if (tokens := open_token_file(path, None)) is not None:
         return tokens
-    return _open_whole(path, config)
+    return _open_whole(path, _for_other_data(config, (path,)))
+
+
+def _for_other_data(config: DataConfig, files: Files) -> DataConfig:
+    """Without the column of the training data if these files have none."""
+    if any(map(has_documents, files)):
+        return config
+    return config.model_copy(update={"text_column": type(config).model_fields["text_column"].default})
 
 
 def _open_whole(path: Path, config: DataConfig) -> Corpus:

@@ -43,6 +43,7 @@ _AS_DEFAULT = {
     for key, value in flatten(Config()).items()
     if key.startswith(("parallel.", "communication.", "optimizer."))
 }
+_COLUMNS = ("data.text_column", "data.label_column")  # other data may have others
 _ALL_SAMPLES = {"training.eval_batches": None}
 _NO_STATE = {"optimizer.name": "sgd"}  # whose weights need none
 
@@ -90,7 +91,9 @@ def evaluation_config(saved: Checkpoint, request: Request) -> Config:
     values = {**saved.state["config"], **_AS_DEFAULT, **_NO_STATE, **_ALL_SAMPLES}
     if values.get("model.pretrained") is not None:
         values["model.pretrained"] = _pretrained(values, saved.folder)
-    config = load_again(values, str(request.checkpoint), request.settings)
+    config = load_again(
+        values, str(request.checkpoint), request.settings, free=_COLUMNS if request.data is not None else ()
+    )
     if request.kept_code and saved.kept_code is None:
         raise UserError(f"--kept-code: {request.checkpoint} has no code of a job that was submitted to the service")
     if ":" in config.task and not (request.trust_task or request.kept_code):

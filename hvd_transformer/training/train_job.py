@@ -13,6 +13,7 @@ from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config
 from hvd_transformer.config.batch_size import check_step_size
 from hvd_transformer.config.mixture import source_name
+from hvd_transformer.data.prepared import left_out_lines
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.monitoring.watchdog import Watchdog
@@ -116,6 +117,9 @@ def _train(
     trainer.engine.check_replicas("at the start")
 
     state = trainer.state
+    for line in left_out_lines(getattr(data, "left_out", {})):
+        progress.message(line)
+        log.info(line)
     progress.message(_headline(config, world, trainer))
     across_hosts, scaling = mesh.across_hosts(config, world), scaling_warning(config.optimizer, trainer.lr_replicas)
     limited = limited_evaluation(config)

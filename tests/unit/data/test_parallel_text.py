@@ -44,6 +44,15 @@ def test_two_files_side_by_side(tmp_path: Path, names: tuple[str, str, str | Non
     assert read(tmp_path) == dict.fromkeys(("train", "valid", "test")[: 3 if names[2] else 2], PAIRS)
 
 
+def test_a_test_split_that_is_named_must_be_there(tmp_path: Path) -> None:
+    """Otherwise the job would be trained, and never tested."""
+    for split in ("train", "valid", "newstest"):
+        write(tmp_path, f"{split}.tsv", ["\t".join(pair) for pair in PAIRS])
+    assert read(tmp_path, "data.test=newstest")["test"] == PAIRS
+    line = refused(tmp_path, "data.test=newstst")
+    assert line.startswith(f"{tmp_path}: no test split; it must hold ") and "newstst" in line
+
+
 def test_names_and_languages_can_be_chosen(tmp_path: Path) -> None:
     for name in ("news-2011", "news-2012", "test_a", "test_b"):
         side_by_side(tmp_path, name)
@@ -67,6 +76,8 @@ def test_tabs(tmp_path: Path) -> None:
     for split in ("train", "valid"):
         write(tmp_path, f"{split}.tsv", ["\t".join(pair) for pair in PAIRS])
     assert read(tmp_path) == {"train": PAIRS, "valid": PAIRS}
+    write(tmp_path, "valid.tsv", ["a\tb", "", "c\td"])  # left out as an empty sample
+    assert read(tmp_path)["valid"] == [("a", "b"), ("", ""), ("c", "d")]
     write(tmp_path, "valid.tsv", ["a\tb", "no tab"])
     assert refused(tmp_path) == f"{tmp_path}/valid.tsv, line 2: 0 tabs; a pair is a source, one tab and its target"
 

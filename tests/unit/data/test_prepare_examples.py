@@ -66,7 +66,7 @@ def test_samples_come_back(pairs: Path, tokenizer: str, shared: bool) -> None:
         wanted = [tuple(text.lower() for text in row) for row in wanted]
     assert found == wanted
     assert data.left_out == {"train": {"empty": 1}, "valid": {}}
-    assert "pairs: left out of train: 1 empty" in reports
+    assert data.report()[-1] == "left out of train: 1 empty"
     assert (data.tokenizers["source"].json_text == data.tokenizers["target"].json_text) == shared
     assert list(data.raw_texts("valid")) == [list(row) for row in VALID]
     target = data.splits["train"].texts["target"]

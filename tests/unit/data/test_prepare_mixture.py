@@ -102,3 +102,21 @@ def test_an_end_mark_is_a_word_of_running_text_alone(folder: Path) -> None:
     data = prepare_sources(load(None, None, words).data, None, ALONE)
     assert data.tokenizer.tokens == ["<unk>", "</s>", "<s>", "a", "b"]
     assert data.splits["valid"][:5].tolist() == [1, 3, 4, 1, 2]
+
+
+def test_a_test_split_that_is_named_must_be_in_one_of_the_sources(folder: Path) -> None:
+    """Otherwise the job would be trained, and never tested."""
+    for name in ("b", "c"):
+        (folder / name).mkdir()
+        for split in ("train", "valid"):
+            (folder / name / f"{split}.txt").write_text("abcd dcba\n" * 100)
+    (folder / "b" / "second.txt").write_text("abcd\n" * 20)
+    words = ["data.split=[0.9, 0.1]", "data.tokenizer=char"]
+    config = configure(folder, {"b": 1, "c": 1}, *words, "data.test=second")
+    assert list(mixed(prepare_sources(config.data, None, ALONE), "test")) == ["b"]
+    config = configure(folder, {"b": 1, "c": 1}, *words, "data.test=third")
+    with pytest.raises(UserError, match=r"^data.test=third: data.sources=.* has no file of that name$"):
+        prepare_sources(config.data, None, ALONE)
+    alone = config.data.model_copy(update={"sources": None, "source": str(folder / "c")})
+    with pytest.raises(UserError, match=r"^data.test=third: data.source=.*/c has no file of that name$"):
+        prepare_sources(alone, None, ALONE)
