@@ -20,6 +20,7 @@ import click
 from benchmarks.bootstrap import median_interval
 from benchmarks.command_line import write_figures
 from benchmarks.machine import machine, processor
+from benchmarks.settings import ENVIRONMENT
 
 # Of what is started, what it is compared with, and the most that the ratio should be.
 LAUNCH, HOROVODRUN, ALONE, IMPORTS = "launch", "horovodrun", "hvd-train", "imports"
@@ -100,7 +101,7 @@ def _seconds(command: list[str], metrics: Path | None = None) -> float:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PATH": ENVIRONMENT["PATH"], "OMP_NUM_THREADS": "1"}
 
 
 if __name__ == "__main__":
