@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     Work = Callable[[World, StopRequest, Watchdog], int]
 
-# A rank that has lost another one, or lets rank 0 say what is wrong, exits so much later: the first to exit is taken for
-# the cause, and who notes the exits looks at them in turn.
+# A rank that has lost another one, or lets rank 0 say what is wrong, exits so much later: the first to exit is taken
+# for the cause, and who notes the exits looks at them in turn.
 _CAUSE_SECONDS = 0.3
 
 
