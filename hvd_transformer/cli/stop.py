@@ -22,7 +22,7 @@ def stop(run: Path, now: bool) -> None:
     with closing(LaunchClient(run)) as client:
         client.ask("kill" if now else "stop")
         code = client.show()
-    while code is None:  # the launcher has left a terminal that took nothing, or has ended
+    while code is None:  # the launcher has closed a connection that was not read, or has ended
         try:
             with closing(LaunchClient(run)) as client:
                 code = client.show()

@@ -14,7 +14,7 @@ from pathlib import Path
 from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.connection.ssh import PLAIN_PATH, Ssh, is_local
-from hvd_transformer.launch.hostfile import Host
+from hvd_transformer.launch.hostfile import Host, check_no_ipv6
 from hvd_transformer.launch.limits import GLOO_RANKS
 from hvd_transformer.plugin import CODE
 
@@ -178,11 +178,7 @@ class Horovodrun:
     autotune: bool = False
 
     def __post_init__(self) -> None:
-        for host in self.hosts:
-            if ":" in host.name:
-                raise UserError(
-                    f"[{host.name}]: horovodrun knows no IPv6 addresses; use a host name or an IPv4 address"
-                )
+        check_no_ipv6(host.name for host in self.hosts)
         if self.network_interface is not None and not _INTERFACE.fullmatch(self.network_interface):
             raise UserError(f"--network-interface {self.network_interface!a}: must be names such as eth0 or eth0,eth1")
 

@@ -200,6 +200,13 @@ def _listed(gpus: tuple[int, ...]) -> str:
     return _quoted(",".join(map(str, gpus)))[1:-1]
 
 
+def check_no_ipv6(names: Iterable[str]) -> None:
+    """Raise `UserError` for the first name of a host that is an IPv6 address."""
+    for name in names:
+        if ":" in name:
+            raise UserError(f"[{name}]: horovodrun knows no IPv6 addresses; use a host name or an IPv4 address")
+
+
 def _unique(found: Iterable[tuple[str, Host, bool]]) -> list[Host]:
     """The hosts; the slots of one that is listed again are added up where each time it may be (the third value).
 

@@ -27,7 +27,13 @@ class AppendedFile:
         """Write pending records and `record`. Returns the error instead of raising it."""
         if record and len(self._waiting) < _MOST_WAITING:
             self._waiting.append(record)
-        data = b"".join(self._waiting)
+        error = self.write(b"".join(self._waiting))
+        if error is None:
+            self._waiting.clear()
+        return error
+
+    def write(self, data: bytes) -> OSError | None:
+        """Write all of `data` or nothing. Returns the error instead of raising it."""
         try:
             if self._descriptor is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +53,6 @@ class AppendedFile:
                     self._torn = False
             return error
         self._size += len(data)
-        self._waiting.clear()
         return None
 
     def close(self) -> None:

@@ -44,8 +44,8 @@ class NotSaved(RuntimeError):
 
     def __init__(self, step: int) -> None:
         super().__init__(
-            f"step {step}: the last checkpoint could not be written, see the warnings above; the same command trains "
-            "on from the checkpoint before it, if there is one"
+            f"step {step}: the last checkpoint could not be written, see the warnings above; the same command "
+            "resumes from the previous one, if there is one"
         )
 
 
@@ -218,15 +218,16 @@ class Session:
         """Wait for the last checkpoint; returns whether there is one. If it could not be written, as on a disk that is
         full or away for a moment, try again a few times: no other one follows. Collective."""
         state = self.trainer.state
-        for pause in (*_PAUSES, None):
+        for pause in _PAUSES:
             self.heartbeat.enter_phase("end")
             self.saver.wait()
             if not self.world.broadcast_object(self.saver.unsaved == state.step):
                 return True
-            if pause is not None:
-                time.sleep(pause)
-                self.saved_step = None
-                self.save(best=self.config.checkpoint.keep_best and state.best_step == state.step)
+            time.sleep(pause)
+            self.saved_step = None
+            self.save(best=self.config.checkpoint.keep_best and state.best_step == state.step)
+        self.heartbeat.enter_phase("end")
+        self.saver.wait()
         # An earlier one of the same step, without the result of the evaluation, is as good.
         return bool(self.world.broadcast_object(self.saver.store.has(state.step)))
 

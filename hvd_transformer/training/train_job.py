@@ -117,10 +117,7 @@ def _train(
     trainer.engine.check_replicas("at the start")
 
     state = trainer.state
-    for line in left_out_lines(getattr(data, "left_out", {})):
-        progress.message(line)
-        log.info(line)
-    progress.message(_headline(config, world, trainer))
+    progress.message("\n".join([_headline(config, world, trainer), *left_out_lines(getattr(data, "left_out", {}))]))
     across_hosts, scaling = mesh.across_hosts(config, world), scaling_warning(config.optimizer, trainer.lr_replicas)
     limited = limited_evaluation(config)
     environment, peak = run_environment(world, mesh), None

@@ -72,7 +72,7 @@ def why_it_ended(folder: Path) -> str:
         LaunchClient(folder).close()
     except UserError:
         return "its launcher was killed"
-    return "this terminal took nothing for so long that the launcher left it; the job runs on: attach again"
+    return "the launcher closed the connection, as its output was not read for too long; the job runs on: attach again"
 
 
 def _show(screen: Screen, event: str, **values: Any) -> None:

@@ -1,13 +1,12 @@
 """The log of everything that a launched job prints."""
 
-import os
 from collections import deque
-from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 from hvd_transformer.launch.output.outlet import Outlet
+from hvd_transformer.reporting.step_lines import AppendedFile
 
 _END_SECONDS = 10.0  # for the rest to be written
 _MOST_UNWRITTEN = 1 << 24  # characters kept while there is no folder, the last ones
@@ -41,23 +40,10 @@ class LaunchLog:
     def _append(self, text: str) -> None:
         self._unwritten.append(text)
         self._size += len(text)
-        try:
-            if self._file.parent.is_dir():
-                _append(self._file, self._unwritten)
-                self._unwritten.clear()
-                self._size = 0
-        finally:  # the disk may be full
-            while self._size > _MOST_UNWRITTEN:
-                self._size -= len(self._unwritten.popleft())
-
-
-def _append(path: Path, lines: Iterable[str]) -> None:
-    """Append all lines, or on a full disk none: they are tried again."""
-    size = path.stat().st_size if path.exists() else 0
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(lines)
-    except OSError:
-        with suppress(OSError):
-            os.truncate(path, size)
-        raise
+        if self._file.parent.is_dir():
+            with closing(AppendedFile(self._file)) as file:
+                if file.write("".join(self._unwritten).encode()) is None:
+                    self._unwritten.clear()
+                    self._size = 0
+        while self._size > _MOST_UNWRITTEN:  # the folder is not there, or the disk is full
+            self._size -= len(self._unwritten.popleft())

@@ -74,6 +74,7 @@ class ExternalJobs:
         stopping = store.jobs([State.STOPPING])  # before this service was started
         self._to_kill = {job.id for job in stopping if job.engine in backends and job.stopping is Cause.KILLED}
         self._waited: dict[int, float] = {}  # by job: when it was last seen in the scheduler's queue
+        self._options: dict[int, tuple[str, ...]] = {}  # of sbatch, by job that is not submitted yet
         self._folders = SlowFolders()
         self._due, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="external jobs", daemon=True)
@@ -179,15 +180,18 @@ class ExternalJobs:
 
     def _submit(self, backend: Backend, attempts: Sequence[ExternalAttempt]) -> None:
         words, away = dict[ExternalAttempt, str](), dict[ExternalAttempt, str]()
-        over: dict[tuple[str, ...], str] = {}  # by the options that tell accounts and partitions: what they are over
+        over: dict[tuple[str, ...], str] = {}  # by options, which name accounts and partitions: the limit they are over
         tried = unchecked = 0
         for at, attempt in enumerate(attempts):
+            if attempt.job not in self._options:
+                self._options[attempt.job] = tuple(self._known(attempt).sbatch)
+            options = self._options[attempt.job]
+            if options in over and attempt.state is not State.STOPPING:  # it waits behind the one that was refused
+                words[attempt] = over[options]
+                continue
             job = self._known(attempt)
             if job.state is State.STOPPING:
                 self._settle(attempt, not_started("it was stopped before"))
-                continue
-            if (limit := over.get(tuple(job.sbatch))) is not None:  # behind it in the same queue
-                words[attempt] = limit
                 continue
             if tried >= _SUBMIT_AT_ONCE:
                 self.wake()
@@ -207,12 +211,13 @@ class ExternalJobs:
             except UserError as error:
                 self._settle(attempt, Exit(WRONG_INPUT, str(error)))
             except OverLimit as fault:
-                words[attempt] = over[tuple(job.sbatch)] = f"{backend.title}: {fault}"
+                words[attempt] = over[options] = f"{backend.title}: {fault}"
             except EngineFault as fault:
                 words |= dict.fromkeys(attempts[at:], f"{backend.title}: {fault}")
                 break
             else:
                 self._store.set_external(job.id, attempt.number, external)
+                self._options.pop(job.id)
             unchecked = 0
         self._tell(words)
         self._put_off(away)
@@ -223,6 +228,7 @@ class ExternalJobs:
             return
         for attempt in away:  # first, so that they rest as soon as they are queued
             self._refused(attempt.job)
+            self._options.pop(attempt.job, None)
         with self._store.batch():
             for attempt, why in away.items():
                 self._store.withdraw(attempt.job, attempt.number, why)
@@ -273,6 +279,7 @@ class ExternalJobs:
             job = settle(self._store, job, attempt.number, ended, time.time())
         self._to_kill.discard(job.id)
         self._waited.pop(job.id, None)
+        self._options.pop(job.id, None)
         self._wake_manager()  # jobs may wait for it
 
     def _known(self, attempt: ExternalAttempt) -> Job:

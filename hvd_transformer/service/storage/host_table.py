@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.launch.hostfile import check_no_ipv6
 from hvd_transformer.service.jobs import Allocation, Host, Placement
 from hvd_transformer.service.storage.event_log import EventLog
 
@@ -22,15 +23,11 @@ class HostTable(EventLog):
         """Add these hosts, or change the slots, GPUs and threads of those that are known. Others stay.
 
         A host that comes without `gpus` keeps those that are known, unless it is one of `without_gpus`; one without
-        `threads` keeps them if it keeps its slots. One that is known by other capitals keeps its name. Raises
+        `threads` keeps them if it keeps its slots. One that is known in another case keeps its name. Raises
         `UserError` for an IPv6 address.
         """
         hosts = list(hosts)
-        for host in hosts:
-            if ":" in host.name:
-                raise UserError(
-                    f"[{host.name}]: horovodrun knows no IPv6 addresses; use a host name or an IPv4 address"
-                )
+        check_no_ipv6(host.name for host in hosts)
         with self.database.write() as connection:
             known = {row["name"].lower(): row["name"] for row in connection.execute("SELECT name FROM hosts")}
             rows = [
@@ -120,7 +117,7 @@ def _in_use(connection: sqlite3.Connection, host: str) -> list[sqlite3.Row]:
 
 
 def _known(connection: sqlite3.Connection, name: str) -> sqlite3.Row:
-    """The host of this name, in capitals or not."""
+    """The host of this name, whatever its case."""
     query = "SELECT * FROM hosts WHERE name = ? COLLATE NOCASE"
     row: sqlite3.Row | None = connection.execute(query, (name,)).fetchone()
     if row is None:

@@ -33,7 +33,7 @@ def test_hosts_keep_their_order_and_what_admins_said_of_them(store: Store) -> No
     assert store.hosts() == [Host("h2", 8, (0, 1, 2, 3), 16), Host("h1", 3), Host("h0", 1)]
 
 
-def test_a_host_by_other_capitals_is_the_same_host(store: Store) -> None:
+def test_a_host_in_another_case_is_the_same_host(store: Store) -> None:
     """Name servers make no difference; as two hosts its GPUs would be given out twice."""
     store.put_hosts([Host("H2", 8), Host("N1", 1)])
     assert store.hosts() == [Host("h2", 8, (0, 1)), Host("h1", 2), Host("N1", 1)]
