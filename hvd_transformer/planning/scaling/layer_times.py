@@ -32,24 +32,32 @@ def layer_times(work: ModelWork, config: Config, layout: Layout, machine: Machin
     recomputes = recompute == "always" or (recompute == "except_last" and layout.micro_batches > 1)
     number_bytes = {"fp16": 2, "fp64": 8}.get(config.training.precision, 4)  # bfloat16 is summed in float32
 
-    def summed(numbers: Sequence[float]) -> Seconds:
+    def sums_of(numbers: Sequence[float]) -> list[Seconds]:
         group = machine.tensor_group(layout)
-        return added(machine.seconds("all_reduce", group, number_bytes * count) for count in numbers)
+        return [machine.seconds("all_reduce", group, number_bytes * count) for count in numbers]
 
     times = []
     own_layers = work.at(layout.tp, layout.micro_batch_size)
     for whole, own in zip(work.at(1, layout.micro_batch_size), own_layers, strict=True):
         forward, backward, deferred = _compute(whole, own, work, config, layout, machine)
-        after_forward, after_backward = summed(own.forward_sums), summed(own.backward_sums)
-        # The sums of backward travel while weight gradients are computed.
-        hidden = min(deferred, after_backward.total - after_backward.cpu)
-        after_backward = after_backward.times(1 - hidden / after_backward.total if after_backward.total else 0.0)
+        per_flop = deferred / own.deferred_flops if own.deferred_flops else 0.0
+        beside = [per_flop * flops for flops in own.beside_sums]
+        after_forward = added(sums_of(own.forward_sums))
+        after_backward = added(
+            _exposed(message, seconds) for message, seconds in zip(sums_of(own.backward_sums), beside, strict=True)
+        )
         if recomputes and own.recompute:
             backward += forward
             after_backward = added((after_backward, after_forward))
         sums = added((after_forward, after_backward))
         times.append(LayerTime(forward + after_forward.total, backward + after_backward.total, deferred, sums))
     return times
+
+
+def _exposed(message: Seconds, beside: float) -> Seconds:
+    """What a sum adds to work of `beside` seconds that goes on while it travels."""
+    hidden = min(beside, max(0.0, message.total - message.cpu))
+    return message.times(1 - hidden / message.total)
 
 
 def _compute(

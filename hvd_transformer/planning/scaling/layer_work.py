@@ -33,6 +33,7 @@ class LayerWork:
     activations: float = 0.0  # bytes kept by forward
     forward_sums: Sequence[float] = ()  # over the tensor group, in numbers each, in forward
     backward_sums: Sequence[float] = ()
+    beside_sums: Sequence[float] = ()  # FLOPs of the weight gradient that is computed while each of them travels
     recompute: bool = False  # whether `parallel.recompute` applies
     passes: Mapping[PassMode, PassMemory] = field(default_factory=dict)
 
@@ -68,7 +69,9 @@ class ModelWork:
             assert self.split is not None
             # a + b / tp through the values at 1 and at `degree`.
             part = (1 - 1 / tensor) / (1 - 1 / self.degree)
-            layers = [_between(one, other, part) for one, other in zip(self.whole, self.split, strict=True)]
+            split = [_between(one, other, part) for one, other in zip(self.whole, self.split, strict=True)]
+            less = self.degree / tensor
+            layers = [replace(one, beside_sums=[less * flops for flops in one.beside_sums]) for one in split]
         return layers if samples == self.samples else [_scaled(layer, samples / self.samples) for layer in layers]
 
 
@@ -103,5 +106,6 @@ def _scaled(layer: LayerWork, factor: float) -> LayerWork:
         activations=factor * layer.activations,
         forward_sums=[factor * numbers for numbers in layer.forward_sums],
         backward_sums=[factor * numbers for numbers in layer.backward_sums],
+        beside_sums=[factor * flops for flops in layer.beside_sums],
         passes={mode: PassMemory(*(round(factor * part) for part in memory)) for mode, memory in layer.passes.items()},
     )

@@ -58,6 +58,7 @@ def _layers(config: Config, vocab_size: int, num_samples: int) -> list[LayerWork
                 activations=cost.activation_bytes,
                 forward_sums=_sums(model, layer, backward=False),
                 backward_sums=_sums(model, layer, backward=True),
+                beside_sums=_beside_sums(model, layer),
                 recompute=layer.recompute,
                 passes=cost.passes,
             )
@@ -92,6 +93,13 @@ def _sums(model: FakeModel, layer: Layer, backward: bool) -> list[float]:
     tokens = model.micro_batch.inputs[0].numel()
     widths = [_width(module, backward) for module in layer.module.modules()]
     return [float(tokens * width) for width in widths if width]
+
+
+def _beside_sums(model: FakeModel, layer: Layer) -> list[float]:
+    """FLOPs of the weight gradients of column-parallel layers, each of which starts its sum of backward first."""
+    tokens = model.micro_batch.inputs[0].numel()
+    linears = [module for module in layer.module.modules() if isinstance(module, Linear)]
+    return [2.0 * tokens * linear.weight.numel() for linear in linears if linear.column_group is not None]
 
 
 def _width(module: nn.Module, backward: bool) -> int:

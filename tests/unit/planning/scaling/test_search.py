@@ -49,9 +49,18 @@ def test_sums_of_a_block_over_its_tensor_group() -> None:
     # Two forward and two backward, each of tokens × width: Megatron-LM, figure 4.
     assert block.forward_sums == block.backward_sums == [6 * 10 * 24] * 2
     assert not embedding.forward_sums and not head.forward_sums
+    assert not embedding.beside_sums and not head.beside_sums
     words = ["parallel.tensor=2", "parallel.vocab_parallel=true"]
     split = work(*words).at(2, 6)
     assert split[0].forward_sums == split[-1].forward_sums == [6 * 10 * 24]
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_beside_a_sum_of_backward_is_the_weight_gradient_of_the_layer_that_starts_it(tensor: int) -> None:
+    block = work().at(tensor, 6)[1]
+    attention, feedforward = (24 * width / tensor for width in (3 * 24, 40))  # weights of a rank
+    assert block.beside_sums == pytest.approx([2 * 6 * 10 * attention, 2 * 6 * 10 * feedforward])
+    assert sum(block.beside_sums) < block.deferred_flops
 
 
 def test_tied_embedding_belongs_to_the_head() -> None:

@@ -1,6 +1,7 @@
 """The step time of layouts, against closed forms of a model of equal layers."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -32,7 +33,7 @@ def machine(link: Link = FAST, *, devices_per_host: int = 1, **more: object) -> 
     return Machine(known.model_copy(update=more), "gloo", devices_per_host)
 
 
-def model(sums: float = 0.0) -> ModelWork:
+def model(sums: float = 0.0, backward: Sequence[float] = (), beside: Sequence[float] = ()) -> ModelWork:
     def layer(name: str, ranks: int) -> LayerWork:
         return LayerWork(
             name,
@@ -42,6 +43,8 @@ def model(sums: float = 0.0) -> ModelWork:
             FORWARD / ranks,
             activations=1000 / ranks,
             forward_sums=[sums] if ranks > 1 else [],
+            backward_sums=backward if ranks > 1 else [],
+            beside_sums=beside if ranks > 1 else [],
         )
 
     whole, split = ([layer(f"{number}", ranks) for number in range(LAYERS)] for ranks in (1, 2))
@@ -124,6 +127,21 @@ def test_tensor_parallelism_splits_computing_and_waits_for_sums() -> None:
     assert found.total == pytest.approx(STEP / 2 + LAYERS * 1e-3, rel=1e-3)
     # Four ranks: by the values at one and two.
     assert step_time(model(), config(), Layout(1, 4, 1), machine(devices_per_host=4)).compute == pytest.approx(STEP / 4)
+
+
+def test_only_the_weight_gradient_of_its_own_layer_hides_a_sum_of_backward() -> None:
+    weight_grads = FORWARD / 2  # of a layer on one of two ranks
+    work = model(backward=[1500.0, 250.0], beside=[weight_grads / 4, 3 * weight_grads / 4])
+    beside = weight_grads / (0.5 * RATE)  # seconds: 4 ms, of which 1 ms hide the first sum of 6 ms, and 3 the second
+    link = Link(latency=0.0, bandwidth=1e6)
+    found = step_time(work, config(), Layout(1, 2, 1), machine(link, devices_per_host=2))
+    assert beside == pytest.approx(4e-3)
+    assert found.sums.total == pytest.approx(LAYERS * (6e-3 - beside / 4))
+    assert found.total == pytest.approx(STEP / 2 + found.sums.total, rel=1e-3)
+    # A sum that takes all of the processor has no time in which others could be hidden.
+    busy = Link(latency=0.0, bandwidth=1e6, cpu_seconds_per_byte=2e-6)
+    found = step_time(work, config(), Layout(1, 2, 1), machine(busy, devices_per_host=2))
+    assert found.sums.total == pytest.approx(LAYERS * 7e-3)
 
 
 @pytest.mark.parametrize(("stages", "count"), [(2, 4), (4, 8), (8, 8)])
