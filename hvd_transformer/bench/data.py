@@ -21,7 +21,6 @@ from hvd_transformer.config.mixture import origin
 from hvd_transformer.data.build_once import ShouldStop
 from hvd_transformer.data.prepared import PreparedData, PreparedExamples
 from hvd_transformer.errors import UserError
-from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.tasks.registry import task_class
 from hvd_transformer.tasks.task import Data, PrepareContext, Task
 from hvd_transformer.training.job_setup import make_task
@@ -42,14 +41,14 @@ class DataResult:
     unit: str  # of targets
 
 
-def bench_data(config: Config, seconds: float, world: World, stop: StopRequest, heartbeat: Heartbeat) -> DataResult:
+def bench_data(config: Config, seconds: float, world: World, stop: StopRequest) -> DataResult:
     """Prepare the data of `data.source` anew, then make batches for about `seconds`. Collective.
 
     Raises `UserError` on all ranks if the data cannot be used, `Stopped` if a rank is asked to stop.
     """
-    data, _ = _prepare(config, world, stop, heartbeat)  # also fetches the source: training has it from now on
+    data, _ = _prepare(config, world, stop)  # also fetches the source: training has it from now on
     with _empty_cache(config, world) as empty:
-        _, own = _prepare(empty, world, stop, heartbeat)
+        _, own = _prepare(empty, world, stop)
     stop.end_at_once()
     mesh = checked_mesh(config, world)
     task = agree(world, lambda: _checked(make_task(config, data, mesh)))
@@ -68,7 +67,7 @@ def bench_data(config: Config, seconds: float, world: World, stop: StopRequest, 
     )
 
 
-def _prepare(config: Config, world: World, stop: StopRequest, heartbeat: Heartbeat) -> tuple[Data, float]:
+def _prepare(config: Config, world: World, stop: StopRequest) -> tuple[Data, float]:
     """The data, unless it is there, and the seconds of this rank. Collective."""
 
     def prepare(should_stop: ShouldStop) -> tuple[Data, float]:
@@ -77,7 +76,7 @@ def _prepare(config: Config, world: World, stop: StopRequest, heartbeat: Heartbe
             data = task_class(config).prepare(config, PrepareContext(mapper, should_stop=should_stop))
         return data, time.perf_counter() - began
 
-    return agree_in_rounds(prepare, world, stop, heartbeat)
+    return agree_in_rounds(prepare, world, stop)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ SUFFIXES = (".safetensors", ".json", ".jinja")  # chat templates, which transfor
 RANGE_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 Verify = Callable[[Path], None]
+Advance = Callable[[], object]
 
 
 class DamagedCheckpoint(UserError):
@@ -73,19 +74,27 @@ def unreadable(file: Path, error: OSError) -> UserError:
     return UserError(f"{file}: cannot be read: {error.strerror}")
 
 
-def verify(folder: Path, index: int = 0, count: int = 1, unread: tuple[str, ...] = ()) -> None:
+def verify(
+    folder: Path,
+    index: int = 0,
+    count: int = 1,
+    unread: tuple[str, ...] = (),
+    advance: Advance | None = None,
+) -> None:
     """Raise `DamagedCheckpoint` unless the folder has exactly the listed files, undamaged and in safe formats.
 
     Each file is read once, from its start to its end; of `count` ranks, each reads an equal part. Files whose names
-    begin as one of `unread` are not looked at. Raises `UserError` if a file cannot be read for another reason.
+    begin as one of `unread` are not looked at. `advance` is called after every MB.
+
+    Raises `UserError` if a file cannot be read for another reason.
     """
     try:
-        _verify(folder, index, count, unread)
+        _verify(folder, index, count, unread, advance)
     except OSError as error:
         raise unreadable(Path(error.filename or folder), error) from None
 
 
-def _verify(folder: Path, index: int, count: int, unread: tuple[str, ...]) -> None:
+def _verify(folder: Path, index: int, count: int, unread: tuple[str, ...], advance: Advance | None) -> None:
     if not folder.is_dir():
         raise DamagedCheckpoint(f"{folder}: no such checkpoint folder")
     try:
@@ -110,7 +119,7 @@ def _verify(folder: Path, index: int, count: int, unread: tuple[str, ...]) -> No
         if path.stat().st_size != size:
             raise DamagedCheckpoint(f"{path}: truncated: {path.stat().st_size} bytes of {size}")
     for check in _share([check for _, checks in read.values() for check in checks], index, count):
-        if _KINDS[check.kind](check.file, check.start, check.stop) != check.checksum:
+        if _KINDS[check.kind](check.file, check.start, check.stop, advance) != check.checksum:
             raise DamagedCheckpoint(
                 f"{check.file}: damaged: the checksum of bytes {check.start} to {check.stop} is not the one in {NAME}"
             )
@@ -140,16 +149,16 @@ def _share(checks: Sequence[_Check], index: int, count: int) -> Iterator[_Check]
         before += check.stop - check.start
 
 
-def _crc32(file: Path, start: int, stop: int) -> str:
+def _crc32(file: Path, start: int, stop: int, advance: Advance | None) -> str:
     crc = 0
-    for block in _blocks(file, start, stop):
+    for block in _blocks(file, start, stop, advance):
         crc = zlib.crc32(block, crc)
     return f"{crc:08x}"
 
 
-def _sha256(file: Path, start: int, stop: int) -> str:
+def _sha256(file: Path, start: int, stop: int, advance: Advance | None = None) -> str:
     digest = hashlib.sha256()
-    for block in _blocks(file, start, stop):
+    for block in _blocks(file, start, stop, advance):
         digest.update(block)
     return digest.hexdigest()
 
@@ -157,9 +166,11 @@ def _sha256(file: Path, start: int, stop: int) -> str:
 _KINDS = {"crc32": _crc32, "sha256": _sha256}
 
 
-def _blocks(file: Path, start: int, stop: int) -> Iterator[bytes]:
+def _blocks(file: Path, start: int, stop: int, advance: Advance | None) -> Iterator[bytes]:
     with file.open("rb", buffering=0) as opened:
         opened.seek(start)
         while start < stop and (block := opened.read(min(_READ_BYTES, stop - start))):
             start += len(block)
             yield block
+            if advance is not None:
+                advance()

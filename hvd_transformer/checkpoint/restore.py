@@ -18,6 +18,7 @@ from hvd_transformer.checkpoint.shards import StridedBlocks, TensorShard
 from hvd_transformer.checkpoint.shared_folder import SharedFolder
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, OUTER, WIRE, read_current_state
 from hvd_transformer.checkpoint.stored_tensors import StoredTensors
+from hvd_transformer.comm.rounds import Advance, Rounds
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.errors import UserError
 from hvd_transformer.parallel.engine import Engine
@@ -114,7 +115,7 @@ def _load(world: World, folder: Path | None, name: str, shards: Shards, *, check
     """Fill this rank's shards. Raises `UserError` on all ranks if the tensors are of another model. Collective."""
     shared = SharedFolder.of(world, folder)
 
-    def read() -> StoredTensors | None:
+    def read(advance: Advance) -> StoredTensors | None:
         if not shared.sees[world.rank]:
             return None
         stored = StoredTensors(shared.path, name)
@@ -122,9 +123,10 @@ def _load(world: World, folder: Path | None, name: str, shards: Shards, *, check
             stored.check({tensor: own.shape for tensor, own in shards.items()})
         for tensor, own in shards.items():
             stored.fill(tensor, own)
+            advance()
         return stored
 
-    stored = agree(world, read)
+    stored = agree(world, lambda: Rounds(world).run(read))
     if all(shared.sees):
         return
     chunks = [] if shared.sees[world.rank] else list(_chunks(shards))

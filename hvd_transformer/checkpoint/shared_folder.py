@@ -9,6 +9,7 @@ import torch
 
 from hvd_transformer.checkpoint import manifest
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint, Verify
+from hvd_transformer.comm.rounds import Advance, Rounds
 from hvd_transformer.comm.world import World
 from hvd_transformer.errors import UserError
 
@@ -61,13 +62,17 @@ def _verify(world: World, told: list[Any]) -> None:
     if world.rank == 0:
         world.broadcast_object(told)
     found = SharedFolder._from(world, told)
-    problem = None
-    if found.sees[world.rank]:
+
+    def problem_of(advance: Advance) -> tuple[bool, str] | None:
+        if not found.sees[world.rank]:
+            return None
         try:
-            manifest.verify(found.path, sum(found.sees[: world.rank]), sum(found.sees))
+            manifest.verify(found.path, sum(found.sees[: world.rank]), sum(found.sees), advance=advance)
         except UserError as error:
-            problem = isinstance(error, DamagedCheckpoint), str(error)
-    first = world.first_object(problem)
+            return isinstance(error, DamagedCheckpoint), str(error)
+        return None
+
+    first = world.first_object(Rounds(world).run(problem_of))
     if first is not None:
         is_damaged, message = first[1]
         raise (DamagedCheckpoint if is_damaged else UserError)(message)

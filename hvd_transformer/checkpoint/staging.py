@@ -23,6 +23,18 @@ _LAST_SECONDS = 10.0
 Checksums = dict[str, list[Range]]  # by file
 
 
+class Writing:
+    """What the thread that writes a rank's part, and the one that waits for it, tell each other."""
+
+    def __init__(self) -> None:
+        self.ending = Event()  # the job ends because of an error: other ranks may be gone
+        self.blocks = 0  # that are written
+        self.waits = False  # this rank's part is written, and the thread waits for those of others
+
+    def advance(self) -> None:
+        self.blocks += 1
+
+
 def enter(staging: Path, rank: int) -> bool:
     """Note that the rank will write; False if it does not see the folder or cannot write in it.
 
@@ -48,14 +60,15 @@ def fail(staging: Path, rank: int) -> None:
     (staging / f"writing-{rank}").rename(staging / f"failed-{rank}")
 
 
-def collect(staging: Path, rank: int, writers: Writers, ending: Event) -> Checksums:
+def collect(staging: Path, rank: int, writers: Writers, writing: Writing) -> Checksums:
     """Wait for the ranks that report to this one; returns their checksums.
 
-    Raises `OSError` if one could not write, or is late and `ending` is set: it may be gone.
+    Raises `OSError` if one could not write, or is late and the job is ending: it may be gone.
     """
     found: Checksums = {}
+    writing.waits = True
     for other in _reporters(rank, writers):
-        _wait(staging / f"writing-{other}", other, ending)
+        _wait(staging / f"writing-{other}", other, writing.ending)
         report = staging / f"written-{other}"
         try:
             content = json.loads(report.read_text(encoding="utf-8"))

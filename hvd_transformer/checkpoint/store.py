@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
-from threading import Event
 from typing import Any
 from uuid import uuid4
 
@@ -23,6 +22,7 @@ from hvd_transformer import atomic
 from hvd_transformer.checkpoint import manifest, staging, tensor_file
 from hvd_transformer.checkpoint.layout import Writers
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint, Verify
+from hvd_transformer.checkpoint.staging import Writing
 from hvd_transformer.checkpoint.tensor_file import FilePart
 from hvd_transformer.errors import UserError
 
@@ -69,24 +69,24 @@ class CheckpointStore:
             raise OSError(f"{folder}: no file can be made in it")
         return folder
 
-    def save_part(self, snapshot: Snapshot, folder: Path, rank: int, ending: Event) -> None:
+    def save_part(self, snapshot: Snapshot, folder: Path, rank: int, writing: Writing) -> None:
         """Write the part of one of the other ranks. If that raises `OSError`, `save` fails on rank 0."""
         try:
-            staging.report(folder, rank, _write_parts(snapshot, folder, rank, ending))
+            staging.report(folder, rank, _write_parts(snapshot, folder, rank, writing))
         except BaseException:
             staging.fail(folder, rank)
             raise
 
-    def save(self, snapshot: Snapshot, folder: Path | None = None, ending: Event | None = None) -> Path:
+    def save(self, snapshot: Snapshot, folder: Path | None = None, writing: Writing | None = None) -> Path:
         """Write one checkpoint, whole or not at all. If that raises `OSError`, other checkpoints are unchanged.
 
-        Waits for the parts of the other ranks; for a few seconds only once `ending` is set, as they may be gone.
+        Waits for the parts of the other ranks; for a few seconds only once the job is ending, as they may be gone.
         """
         final = self.folder / _name(snapshot.step)
         if folder is None:
             folder = self.begin(snapshot.step)
         try:
-            checksums = _write_parts(snapshot, folder, 0, ending or Event())
+            checksums = _write_parts(snapshot, folder, 0, writing or Writing())
             (folder / "writing-0").unlink()
             texts = {**snapshot.texts, **snapshot.indexes(), STATE: json.dumps(snapshot.state, indent=1)}
             for name, text in texts.items():
@@ -239,10 +239,10 @@ def read_current_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _write_parts(snapshot: Snapshot, folder: Path, rank: int, ending: Event) -> staging.Checksums:
+def _write_parts(snapshot: Snapshot, folder: Path, rank: int, writing: Writing) -> staging.Checksums:
     """Write this rank's part; the checksums of it and of the ranks that report to this one."""
-    own = {name: tensor_file.write(folder / name, part) for name, part in snapshot.parts.items()}
-    reported = staging.collect(folder, rank, snapshot.writers, ending)
+    own = {name: tensor_file.write(folder / name, part, writing.advance) for name, part in snapshot.parts.items()}
+    reported = staging.collect(folder, rank, snapshot.writers, writing)
     return {name: own.get(name, []) + reported.get(name, []) for name in own.keys() | reported.keys()}
 
 

@@ -8,7 +8,7 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,8 +70,10 @@ class FilePart:
         return len(header).to_bytes(8, "little") + header
 
 
-def write(file: Path, part: FilePart) -> list[Range]:
+def write(file: Path, part: FilePart, advance: Callable[[], object] | None = None) -> list[Range]:
     """Write one rank's part and return its checksums. Other ranks of the host may write theirs at the same time.
+
+    `advance` is called after every 32 MB.
 
     Nothing is read, not even pages at the edges by a network file system.
     """
@@ -90,6 +92,8 @@ def write(file: Path, part: FilePart) -> list[Range]:
                     os.fdatasync(descriptor)
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                     cached = 0
+                if advance is not None:
+                    advance()
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:

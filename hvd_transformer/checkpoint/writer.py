@@ -3,16 +3,20 @@
 import logging
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
 from typing import NamedTuple
 
 from hvd_transformer.checkpoint import staging
 from hvd_transformer.checkpoint.layout import Writers
 from hvd_transformer.checkpoint.shared_folder import seen_by
+from hvd_transformer.checkpoint.staging import Writing
 from hvd_transformer.checkpoint.store import CheckpointStore, Snapshot
+from hvd_transformer.comm.rounds import Advance, Rounds
 from hvd_transformer.comm.world import World
+
+_LOOK_SECONDS = 0.25  # between two looks at how far a write is
 
 log = logging.getLogger("hvd_transformer")
 
@@ -24,6 +28,14 @@ class Begun(NamedTuple):
     writers: Writers
 
 
+class _Pending(NamedTuple):
+    """What the thread writes of a step."""
+
+    step: int
+    written: Future[object]
+    writing: Writing
+
+
 class Saver:
     """Saves checkpoints: each rank that sees rank 0's folder writes its part while training continues.
 
@@ -33,8 +45,8 @@ class Saver:
     def __init__(self, store: CheckpointStore, world: World, warn: Callable[[str], None]) -> None:
         self.store, self.world, self.warn = store, world, warn
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: tuple[int, Future[object]] | None = None  # the step that is written
-        self._ending = Event()
+        self._begun = False  # a checkpoint, by all ranks, since the last wait
+        self._pending: _Pending | None = None  # what this rank writes
         self.unsaved: int | None = None  # on rank 0, the step of the last checkpoint, if it could not be written
 
     def begin(self, step: int) -> Begun | None:
@@ -52,7 +64,7 @@ class Saver:
         created = self.world.broadcast_object(created)
         if created is None:
             return None
-        folder = Path(created)
+        folder, self._begun = Path(created), True
         sees = seen_by(self.world, self.world.rank == 0 or staging.enter(folder, self.world.rank))
         return Begun(folder, Writers.of(self.world.hosts, sees))
 
@@ -60,23 +72,22 @@ class Saver:
         """Start writing what this rank captured."""
         rank = self.world.rank
         if rank == 0:
-            self._start(snapshot.step, self.store.save, snapshot, begun.folder, self._ending)
+            self._start(snapshot.step, self.store.save, snapshot, begun.folder)
         elif begun.writers.hosts[rank] is not None:
-            self._start(snapshot.step, self.store.save_part, snapshot, begun.folder, rank, self._ending)
+            self._start(snapshot.step, self.store.save_part, snapshot, begun.folder, rank)
 
-    def wait(self, ending: bool = False) -> None:
-        """Wait for this rank's last write. With `ending`, other ranks may be gone, and it waits for them briefly."""
-        if self._pending is None:
-            return
-        if ending:
-            self._ending.set()
-        (step, future), self._pending = self._pending, None
-        try:
-            future.result()
-        except OSError as error:
-            self._failed(step, error)
-        else:
-            self.unsaved = None
+    def wait(self) -> None:
+        """Wait for the last write of all ranks, however long it takes while it goes on. Collective."""
+        if self._begun:
+            self._begun = False
+            Rounds(self.world, waits=self._waits_for_others).run(self._follow)
+            self._settle()
+
+    def end(self) -> None:
+        """Wait for this rank's last write where the job fails: other ranks may be gone, it waits for them briefly."""
+        if self._pending is not None:
+            self._pending.writing.ending.set()
+            self._settle()
 
     def close(self) -> None:
         """Wait for the last write and end the thread."""
@@ -84,7 +95,33 @@ class Saver:
         self._thread.shutdown()
 
     def _start(self, step: int, write: Callable[..., object], *arguments: object) -> None:
-        self._pending = step, self._thread.submit(_logged, step, write, *arguments)
+        writing = Writing()
+        self._pending = _Pending(step, self._thread.submit(_logged, step, write, *arguments, writing), writing)
+
+    def _waits_for_others(self) -> bool:
+        return self._pending is not None and self._pending.writing.waits
+
+    def _follow(self, advance: Advance) -> None:
+        """Call `advance` while this rank's write goes on, until it has ended."""
+        if self._pending is None:
+            return
+        seen = 0
+        while futures.wait([self._pending.written], _LOOK_SECONDS).not_done:
+            if (blocks := self._pending.writing.blocks) != seen:
+                seen = blocks
+                advance()
+
+    def _settle(self) -> None:
+        """Wait for this rank's write, and tell if it failed."""
+        if self._pending is None:
+            return
+        (step, written, _), self._pending = self._pending, None
+        try:
+            written.result()
+        except OSError as error:
+            self._failed(step, error)
+        else:
+            self.unsaved = None
 
     def _failed(self, step: int, error: OSError) -> None:
         self.unsaved = step

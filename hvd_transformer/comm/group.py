@@ -19,6 +19,7 @@ POLL_SECONDS = 0.0005
 PROMPT_POLL_SECONDS = 0.00005
 # Bytes of one message of objects at most: Horovod and MPI count in 32 bits.
 MAX_MESSAGE = 2**30
+ROUNDS = "rounds"  # the collective of `comm.rounds`, which tells of progress and is none
 Operation = Literal["sum", "min", "max"]
 
 
@@ -31,8 +32,8 @@ class Link:
 
     `sums_whole`: an allreduce is cheaper than a reduce-scatter. `waits_asleep`: Horovod's own wait sleeps; published
     Horovod spins. `gloo`: gloo runs the collectives. `shared_buffers`: memory that ranks share, if all are on one host.
-    `ended` counts the collectives that this rank has waited for, and `stream_waits` tell which ones its GPUs wait for.
-    Other threads may read it and `waiting`.
+    `ended` counts the collectives that this rank has waited for, and other signs of progress; `stream_waits` tell which
+    ones its GPUs wait for. Other threads may read it and `waiting`.
     """
 
     def __init__(self, horovod: ModuleType | None, who: str) -> None:
@@ -54,6 +55,9 @@ class Link:
     @contextmanager
     def waits_for(self, name: str) -> Iterator[None]:
         """Inside, the host waits for a collective. After an error its name stays, for the watchdog's report."""
+        if name == ROUNDS:
+            yield
+            return
         self._waiting[name] = threading.get_ident()
         yield
         del self._waiting[name]

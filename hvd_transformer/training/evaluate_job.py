@@ -143,7 +143,7 @@ def evaluate(
     agree(world, lambda: check_partition(config))
     path = request.data and request.data.resolve()
     wanted = EvaluationSpec(request.split, path, saved.tokenizers, saved.state)
-    data = prepare_data(config, world, progress, stop, heartbeat, wanted)
+    data = prepare_data(config, world, progress, stop, wanted)
     stop.end_at_once()
     agree(world, lambda: check_same_data(data, world))
     task = agree(world, lambda: make_task(config, data, mesh))

@@ -13,7 +13,6 @@ from hvd_transformer.config.batch_size import eval_samples
 from hvd_transformer.config.schema import flatten
 from hvd_transformer.data.build_once import ShouldStop
 from hvd_transformer.data.sampler import Replica
-from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.nn.kernel_library import CannotCompile, load_library
 from hvd_transformer.nn.kernels import FusibleLayer, Kernels
 from hvd_transformer.parallel.deferred_init import deferred_init
@@ -45,7 +44,6 @@ def prepare_data(
     world: World,
     progress: ProgressDisplay,
     stop: StopRequest,
-    heartbeat: Heartbeat,
     wanted: EvaluationSpec | None = None,
 ) -> Data:
     """The data of a training, or only what is `wanted` for an evaluation. Collective.
@@ -60,7 +58,7 @@ def prepare_data(
                 return task_class(config).prepare(config, preparing)
             return task_class(config).prepare_evaluation(config, preparing, wanted)
 
-    return agree_in_rounds(prepare, world, stop, heartbeat)
+    return agree_in_rounds(prepare, world, stop)
 
 
 def check_same_data(data: Data, world: World) -> None:

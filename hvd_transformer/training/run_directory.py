@@ -62,6 +62,13 @@ class RunDirectory:
             raise
         return checkpoint
 
+    def check_files(self, rank: int) -> None:
+        """Raise `UserError` if there is a file that this rank would append to, and cannot."""
+        names = [f"logs/rank-{rank:03d}.log", *(["metrics.jsonl", "samples.jsonl"] if rank == 0 else [])]
+        for name in names:
+            if (self.path / name).exists() and not os.access(self.path / name, os.W_OK):
+                raise UserError(f"output_dir={self.path}: {name} cannot be written")
+
     def holds(self, checkpoint: Path) -> bool:
         """Whether a checkpoint is this run's own, and not one of another run that this one begins with."""
         return checkpoint.parent.resolve() == self.store.folder.resolve()

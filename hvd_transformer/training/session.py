@@ -125,7 +125,7 @@ class Session:
             is_saved = self._save_until_written()
         except BaseException:
             self.progress.stop()
-            self.saver.wait(ending=True)
+            self.saver.end()
             raise
         self.progress.stop()
         if not (is_saved or stopped):

@@ -66,11 +66,12 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     checkpoint = agree(
         world, lambda: with_verification(world, lambda verify: directory.claim(config, progress.message, verify))
     )
-    _log_to(directory.path / "logs" / f"rank-{world.rank:03d}.log")
     trackers = Trackers([])
     try:
+        agree(world, lambda: directory.check_files(world.rank))
+        _log_to(directory.path / "logs" / f"rank-{world.rank:03d}.log")
         trackers = agree(world, lambda: Trackers(config.tracking if world.rank == 0 else []))
-        data = prepare_data(config, world, progress, stop, heartbeat)
+        data = prepare_data(config, world, progress, stop)
         agree(world, lambda: check_same_data(data, world))
         kept = directory.batch_size() if world.rank == 0 else None
         is_auto = config.training.batch_size == "auto"

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,7 +127,7 @@ def save(case: Case, ranks: Sequence[Any], folder: Path, blind: Sequence[int] = 
     staged = store.begin(1)
     sees = [rank not in blind for rank in range(len(ranks))]
     writers = Writers.of(case.hosts, sees)
-    ending = Event()
+    writings = [staging.Writing() for _ in ranks]
     assert all(staging.enter(staged, rank) for rank in range(1, len(ranks)) if sees[rank])
 
     def of_rank(engine: Any) -> Path | None:
@@ -136,9 +135,9 @@ def save(case: Case, ranks: Sequence[Any], folder: Path, blind: Sequence[int] = 
         taken = Capture(engine, writers).take(1, {"data_digest": "d"}, {}, False)
         assert rank not in blind or not taken.parts
         if rank == 0:
-            return store.save(taken, staged, ending)
+            return store.save(taken, staged, writings[rank])
         if sees[rank]:
-            store.save_part(taken, staged, rank, ending)
+            store.save_part(taken, staged, rank, writings[rank])
         return None
 
     path, *_ = together(ranks, of_rank)
@@ -358,9 +357,9 @@ def test_ranks_verify_different_ranges(tmp_path: Path, monkeypatch: pytest.Monke
     path = save(case, engines(case, values_of(case, 1)), tmp_path)
     read: list[Range] = []
     blocks = manifest._blocks
-    monkeypatch.setattr(manifest, "_blocks", lambda file, start, stop: read.append((file.name, start, stop)) or blocks(
-        file, start, stop
-    ))  # fmt: skip
+    monkeypatch.setattr(manifest, "_blocks", lambda file, start, stop, advance: read.append(
+        (file.name, start, stop)
+    ) or blocks(file, start, stop, advance))  # fmt: skip
     for index in range(3):
         manifest.verify(path, index, 3)
     alone = sorted(read)

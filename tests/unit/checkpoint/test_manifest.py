@@ -39,6 +39,14 @@ def test_a_whole_one_passes_and_lists_each_file(checkpoint: Path) -> None:
     assert sorted([*listed, manifest.NAME]) == sorted(FILES) == sorted(path.name for path in checkpoint.iterdir())
 
 
+def test_verifying_tells_of_its_progress(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "_READ_BYTES", 10)
+    calls: list[object] = []
+    manifest.verify(checkpoint, advance=lambda: calls.append(None))
+    num_bytes = sum(file.stat().st_size for file in checkpoint.iterdir() if file.name != manifest.NAME)
+    assert len(calls) >= num_bytes // 10
+
+
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("keep", [0, 1, -1])
 def test_a_truncated_file_is_named(name: str, keep: int, checkpoint: Path) -> None:

@@ -45,6 +45,15 @@ def resumed(checkpoint: Path, *overrides: str) -> Trainer:
     return job
 
 
+def test_restoring_tells_of_its_progress(tmp_path: Path) -> None:
+    job = trainer(settings())
+    run(job, 1)
+    path, before = saved(job, tmp_path), job.world.link.ended
+    job.restore(path, read_checked(path, "digest", {}, World()))
+    tensors = [name for file in (MODEL, OPTIMIZER) for name in StoredTensors(path, file).names]
+    assert job.world.link.ended - before >= len(tensors) > 2
+
+
 def everything(job: Trainer) -> dict[str, torch.Tensor]:
     taken = tensors_of(job.capture("digest", 0, False))
     return {f"{file}/{name}": tensor for file, tensors in taken.items() for name, tensor in tensors.items()}

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from hvd_transformer.checkpoint import manifest, staging
 from hvd_transformer.checkpoint.layout import Writers
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint
 from hvd_transformer.checkpoint.shared_folder import with_verification
+from hvd_transformer.checkpoint.staging import Writing
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, Snapshot, read_state, resolve
 from hvd_transformer.checkpoint.stored_tensors import StoredTensors
 from hvd_transformer.checkpoint.tensor_file import Entry, FilePart
@@ -379,7 +379,7 @@ def test_a_checkpoint_has_its_name_when_all_ranks_have_written(tmp_path: Path) -
         for rank in (3, 1, 2):  # the second host's first rank waits for its other one
             time.sleep(0.1)
             assert store.steps() == [] and not saving.done()
-            pool.submit(CheckpointStore(tmp_path, 2).save_part, others[rank - 1], folder, rank, Event())
+            pool.submit(CheckpointStore(tmp_path, 2).save_part, others[rank - 1], folder, rank, Writing())
         path = saving.result(10)
     names_of = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     assert names(path) == [manifest.NAME, *names_of.values(), "state.json"]
@@ -398,11 +398,11 @@ def test_a_part_that_could_not_be_written_is_told_and_leaves_nothing(culprit: in
     for rank in {3, 2, 1} - {culprit}:
         if (rank, culprit) == (2, 3):
             with pytest.raises(OSError, match="rank 3 could not write its part"):
-                store.save_part(others[rank - 1], folder, rank, Event())
+                store.save_part(others[rank - 1], folder, rank, Writing())
         elif rank != 2 or culprit == 3:
-            store.save_part(others[rank - 1], folder, rank, Event())
+            store.save_part(others[rank - 1], folder, rank, Writing())
     if culprit == 1:
-        store.save_part(others[1], folder, 2, Event())
+        store.save_part(others[1], folder, 2, Writing())
     with pytest.raises(OSError, match=f"rank {culprit} could not write its part; its log says why"):
         store.save(own, folder)
     assert names(tmp_path) == before
@@ -417,19 +417,19 @@ def test_a_full_disk_on_another_rank_is_noted_there(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="no room"):
-        store.save_part(other, folder, 1, Event())
+        store.save_part(other, folder, 1, Writing())
     assert {"failed-1", "writing-0"} <= set(names(folder)) and "writing-1" not in names(folder)
 
 
 def test_a_rank_that_has_gone_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvd_transformer.checkpoint.staging._LAST_SECONDS", 0.2)
-    store, ending, (own, *_) = CheckpointStore(tmp_path, 2), Event(), parts(4)
+    store, writing, (own, *_) = CheckpointStore(tmp_path, 2), Writing(), parts(4)
     store.save(snapshot(1))
     before = names(tmp_path)
     folder = begun(store, 4)
-    ending.set()
+    writing.ending.set()
     with pytest.raises(OSError, match="rank 1 has not written its part"):
-        store.save(own, folder, ending)
+        store.save(own, folder, writing)
     assert names(tmp_path) == before
 
 

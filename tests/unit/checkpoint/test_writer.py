@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 from fragments import whole
+from thread_world import make_worlds, on_ranks
 
+from hvd_transformer.checkpoint import tensor_file, writer
+from hvd_transformer.checkpoint.crc import Range
 from hvd_transformer.checkpoint.store import MODEL, CheckpointStore, Snapshot
+from hvd_transformer.checkpoint.tensor_file import Entry, FilePart
 from hvd_transformer.checkpoint.writer import Saver
+from hvd_transformer.comm import rounds
 from hvd_transformer.comm.world import World
+
+real_write, real_enter = tensor_file.write, writer.staging.enter
 
 
 def snapshot(step: int, count: int = 10) -> Snapshot:
@@ -102,6 +110,59 @@ def test_our_own_mistakes_are_not_taken_for_a_full_disk(tmp_path: Path) -> None:
     save(saver, Snapshot(1, {}, {"no JSON": object()}))
     with pytest.raises(TypeError):
         saver.wait()
+
+
+def test_ranks_that_wait_for_a_long_write_see_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has written, rank 1 writes for a long time, and then stands still; rank 2 does not see the folder."""
+    monkeypatch.setattr(rounds, "ROUND_SECONDS", 0.05)
+    monkeypatch.setattr(writer, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(writer.staging, "enter", lambda folder, rank: rank < 2 and real_enter(folder, rank))
+    worlds, stands_still, goes_on = make_worlds(3), threading.Event(), threading.Event()
+
+    def write(file: Path, part: FilePart, advance: Callable[[], object]) -> list[Range]:
+        if threading.current_thread().name.startswith("checkpoint"):
+            end = time.monotonic() + 1
+            while part.blocks and part.blocks[0][0] and time.monotonic() < end:  # rank 1's half
+                advance()
+                time.sleep(0.01)
+            if part.blocks and part.blocks[0][0]:
+                stands_still.set()
+                assert goes_on.wait(30)
+        return real_write(file, part, advance)
+
+    monkeypatch.setattr(tensor_file, "write", write)
+    values = torch.arange(10.0)
+    entries, data = [Entry("w", values.dtype, (10,))], values.view(torch.uint8)
+    parts = [FilePart(entries, [(0, data[:20])]), FilePart(entries, [(20, data[20:])], leads=False)]
+
+    def one(world: World) -> int:
+        store = CheckpointStore(tmp_path / "checkpoints", 1)
+        saver = Saver(store, world, fail)
+        begun = saver.begin(1)
+        assert begun is not None
+        written = {MODEL: parts[world.rank]} if world.rank < 2 else {}
+        saver.save(Snapshot(1, written, {"step": 1}, writers=begun.writers), begun)
+        before = world.link.ended
+        saver.close()
+        return world.link.ended - before
+
+    signs = []
+
+    def watch() -> None:
+        assert stands_still.wait(30)
+        time.sleep(0.3)  # the rounds of what was before
+        before = [world.link.ended for world in worlds]
+        time.sleep(0.5)
+        signs.extend(world.link.ended - first for world, first in zip(worlds, before, strict=True))
+        goes_on.set()
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    found = on_ranks(worlds, one)
+    watching.join()
+    assert min(found) > 5, found
+    assert signs == [0, 0, 0]
+    assert CheckpointStore(tmp_path / "checkpoints", 1).newest_whole(fail) is not None
 
 
 FULL = """

@@ -1,6 +1,7 @@
 """Ranks whose work takes different times: who sees progress, and who ends with whom."""
 
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +9,13 @@ from typing import Any
 import pytest
 from thread_world import make_worlds, on_ranks
 
+from hvd_transformer.comm import rounds
 from hvd_transformer.comm.world import World
 from hvd_transformer.data.build_once import Stopped
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
-from hvd_transformer.training import progress_rounds
 from hvd_transformer.training.process import StopRequest
+from hvd_transformer.training.progress_rounds import agree_in_rounds
 
 ROUND_SECONDS = 0.05
 Work = Callable[[Callable[[], bool]], Any]
@@ -23,18 +25,15 @@ class Job:
     """`works` on one rank each; `stops` are their requests to stop, `beats` their heartbeats."""
 
     def __init__(self, *works: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(progress_rounds, "ROUND_SECONDS", ROUND_SECONDS)
+        monkeypatch.setattr(rounds, "ROUND_SECONDS", ROUND_SECONDS)
         self.works = works
         self.stops: list[Any] = [[] for _ in works]  # true once it has an item
         self.beats = [Heartbeat() for _ in works]
 
     def run(self) -> list[Any]:
         def one(world: World) -> Any:
-            beat, stop = self.beats[world.rank], self.stops[world.rank]
-            beat.link = world.link
-            result = progress_rounds.agree_in_rounds(self.works[world.rank], world, stop, beat)
-            assert beat.link is world.link
-            return result
+            self.beats[world.rank].link = world.link
+            return agree_in_rounds(self.works[world.rank], world, self.stops[world.rank])
 
         return on_ranks(make_worlds(len(self.works)), one)
 
@@ -62,6 +61,31 @@ def test_a_rank_that_waits_sees_progress_only_while_another_one_makes_some(monke
     assert job.run() == ["own", "long"]
     for moves, signs in seen:
         assert (signs > 3) if moves else (signs == 0)
+
+
+def test_a_rank_whose_work_waits_for_that_of_another_sees_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "ROUND_SECONDS", ROUND_SECONDS)
+    ended, seen = threading.Event(), dict[bool, list[int]]()
+
+    def works(advance: Callable[[], bool]) -> None:
+        end = time.monotonic() + 10 * ROUND_SECONDS
+        while time.monotonic() < end:
+            advance()
+            time.sleep(ROUND_SECONDS / 5)
+        ended.set()
+
+    for waits in (True, False):
+
+        def one(world: World, waits: bool = waits) -> int:
+            if world.rank:
+                rounds.Rounds(world).run(works)
+                return 0
+            before = world.link.ended
+            return rounds.Rounds(world, waits=lambda: waits).run(lambda _: ended.wait(30) and world.link.ended - before)
+
+        ended.clear()
+        seen[waits] = on_ranks(make_worlds(2), one)
+    assert seen[True][0] > 3 and seen[False][0] == 0
 
 
 def until_asked(should_stop: Callable[[], bool]) -> None:
@@ -96,14 +120,14 @@ def test_a_lost_rank_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     (world,) = make_worlds(1)
     monkeypatch.setattr(world, "all_reduce_", lambda *_: (_ for _ in ()).throw(ConnectionError("rank 1 is lost")))
     with pytest.raises(ConnectionError, match="rank 1 is lost"):
-        progress_rounds.agree_in_rounds(until_asked, world, [], Heartbeat())  # type: ignore[arg-type]
+        agree_in_rounds(until_asked, world, [])  # type: ignore[arg-type]
 
 
 def test_a_single_process_needs_no_round() -> None:
     stop = StopRequest()
     try:
         began = time.monotonic()
-        assert progress_rounds.agree_in_rounds(done, World(), stop, Heartbeat()) == "own"
-        assert time.monotonic() - began < progress_rounds.ROUND_SECONDS / 2
+        assert agree_in_rounds(done, World(), stop) == "own"
+        assert time.monotonic() - began < rounds.ROUND_SECONDS / 2
     finally:
         stop.restore()

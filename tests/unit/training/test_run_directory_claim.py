@@ -362,3 +362,19 @@ def test_a_job_whose_folder_was_taken_over_writes_no_more(tmp_path: Path) -> Non
     first.release()
     second.check()
     second.release()
+
+
+def test_files_that_a_rank_cannot_append_to_are_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a run that root has trained, in folders that were given to the user."""
+    directory = RunDirectory(load("tiny", overrides=[f"output_dir={tmp_path}"]))
+    directory.check_files(0)
+    (tmp_path / "logs").mkdir()
+    for name in ("logs/rank-001.log", "metrics.jsonl"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for rank, name in ((0, "metrics.jsonl"), (1, "logs/rank-001.log")):
+        with pytest.raises(UserError, match=f"^output_dir={tmp_path}: {name} cannot be written$"):
+            directory.check_files(rank)
+    directory.check_files(2)  # has no log yet
