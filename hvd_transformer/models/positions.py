@@ -98,8 +98,9 @@ class RotaryPositions(nn.Module):
         """Query and key, [B, H, T, head_width] each, for the positions from `start` on."""
         stop, table = start + query.size(-2), self.table
         if table is None or table.size(1) < stop or table.dtype != query.dtype or table.device != query.device:
-            # Twice as long as before: a text that grows by single tokens would otherwise make it anew for each.
-            length = stop if table is None else max(stop, 2 * table.size(1))
+            length = stop if table is None else table.size(1)
+            if length < stop:  # a text that grows by single tokens would otherwise make it anew for each
+                length = max(stop, 2 * length)
             self.table = table = self._make_table(length).to(query)
         cosine, sine = table[:, start:stop]
         return _rotate(query, cosine, sine), _rotate(key, cosine, sine)

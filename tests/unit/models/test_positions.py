@@ -57,6 +57,16 @@ def test_a_text_that_grows_by_tokens_makes_few_tables() -> None:
     assert len(tables) <= 10
 
 
+def test_numbers_of_another_dtype_need_no_longer_table() -> None:
+    """As training in bfloat16 and text samples in float32 take turns."""
+    rotary, heads = RotaryPositions(8, 500.0), torch.randn(1, 1, 30, 8)
+    for _ in range(5):
+        for dtype in (torch.bfloat16, torch.float32):
+            found, _ = rotary(heads.to(dtype), heads.to(dtype))
+            assert found.dtype == rotary.table.dtype == dtype
+            assert rotary.table.size(1) == 30
+
+
 def test_a_product_depends_on_the_distance_alone() -> None:
     torch.manual_seed(1)
     rotary = RotaryPositions(16, 500.0, YARN)
