@@ -165,6 +165,7 @@ class GradSync:
             self._added.setdefault(buffer, []).append((slot, grad))
 
     def _store_grad(self, buffer: GradBuffer, slot: ParamSlot, _: Tensor) -> None:
+        self.check_unsent(buffer, slot)
         buffer.store_grad(slot)
         if buffer.missing:
             self.count_grad(buffer)

@@ -17,6 +17,8 @@ LEAST_SHARE = 256 << 10
 # than 1 ms and 0.1 ms. Less would leave it idle.
 _GRADIENTS = {"cpu": 16 << 20, "cuda": 64 << 20}
 _PARAMETERS = 64 << 20
+# Buckets per stage, at least, where their transfer overlaps with backward; fewer if they would become too small.
+MIN_BUCKETS = 4
 _BUCKETS_IN_FLIGHT = 2  # one travels while the next one fills or arrives
 
 
@@ -37,3 +39,15 @@ def transfer_sizes(device: str, num_replicas: int, bucket_mb: float | None) -> T
     bucket = chosen if bucket_mb is None else int(bucket_mb * 2**20)
     several = _BUCKETS_IN_FLIGHT * bucket
     return TransferSizes(bucket, max(_GRADIENTS[device], several), max(_PARAMETERS, several))
+
+
+def stage_bucket(largest: int, stage_bytes: int, num_shards: int, *, overlaps: bool) -> int:
+    """The bytes of a bucket of a pipeline stage that has so many bytes of gradients; at most `largest`.
+
+    `num_shards`: of a bucket that ZeRO's ranks share. On one host whose cores all compute, overlap gains nothing and
+    each message costs CPU time, so buckets have the largest size. Where transfers can overlap with backward, a stage
+    has at least `MIN_BUCKETS`.
+    """
+    if not overlaps:
+        return largest
+    return min(largest, max(LEAST_SHARE * num_shards, stage_bytes // MIN_BUCKETS))

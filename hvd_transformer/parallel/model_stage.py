@@ -13,16 +13,13 @@ from hvd_transformer.gradients.muon import hidden_matrices, orthogonalise_cost
 from hvd_transformer.gradients.optimizer import FlatOptimizer, names_without_decay
 from hvd_transformer.gradients.param_all_gather import ParamAllGather
 from hvd_transformer.gradients.shared_matrices import SharedMatrices
-from hvd_transformer.gradients.transfer_sizes import LEAST_SHARE
+from hvd_transformer.gradients.transfer_sizes import stage_bucket
 from hvd_transformer.gradients.update_factor import UpdateFactor
 from hvd_transformer.nn.contracts import Layer
 from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding, WeightGradLayer
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.pipeline import Stage
 from hvd_transformer.parallel.tensor_parallel import Shapes, Splits
-
-# Buckets per stage, at least, where their transfer overlaps with backward; fewer if they would become too small.
-MIN_BUCKETS = 4
 
 
 class ModelStage(Stage):
@@ -107,9 +104,8 @@ def add_buffers(
     rows; such a parameter gets a buffer alone. A tied parameter belongs to the last stage that has it: that of the
     output layer, where its dense gradient comes from.
 
-    The transfer of a buffer can overlap with backward. On one host whose cores all compute, overlap gains nothing and
-    each message costs CPU time, so buffers have the largest size. Elsewhere a stage has at least `MIN_BUCKETS`, and
-    embeddings, whose gradients are complete last, share no buffer with other parameters.
+    Where the transfer of a buffer can overlap with backward, embeddings, whose gradients are complete last, share no
+    buffer with other parameters.
     """
     stage_of = {id(weight): stage for stage in stages for layer in stage.layers for weight in layer.module.parameters()}
     parameters: dict[ModelStage, dict[str, nn.Parameter]] = {stage: {} for stage in stages}
@@ -126,17 +122,13 @@ def add_buffers(
     uneven = any(shapes[name][split.dim] // split.parts % mesh.tp for name, split in splits.items() if name in shapes)
     apart = mesh.tp > 1 and ((uneven and mesh.dp > 2) or config.communication.compression != "none")
     unsplit = shapes.keys() - splits.keys() if apart else set[str]()
-    min_bucket_bytes = LEAST_SHARE * mesh.zero_shard.count
     for number, (stage, own) in enumerate(parameters.items()):
         own_bytes = sum(
             math.prod(shapes[name]) * weight.itemsize // (mesh.tp if name in splits else 1)
             for name, weight in own.items()
         )
-        if overlaps:
-            bucket_bytes = min(max_bucket_bytes, max(min_bucket_bytes, own_bytes // MIN_BUCKETS))
-            embeddings = row_gathered.keys() - alone
-        else:
-            bucket_bytes, embeddings = max_bucket_bytes, set()
+        bucket_bytes = stage_bucket(max_bucket_bytes, own_bytes, mesh.zero_shard.count, overlaps=overlaps)
+        embeddings = row_gathered.keys() - alone if overlaps else set()
         buffers = make_grad_buffers(
             own, no_decay, bucket_bytes, alone, mesh.zero_shard, apart=(hidden, embeddings, unsplit)
         )

@@ -1,6 +1,6 @@
 """Predicts the gradient buckets of `gradients.buffers`: which weights share one, and when backward completes it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hvd_transformer.planning.scaling.layer_work import LayerWork, Weight
@@ -15,17 +15,32 @@ class Bucket(NamedTuple):
 
 
 def make_buckets(
-    layers: Sequence[LayerWork], start: int, stop: int, max_elements: float, tokens: float
+    layers: Sequence[LayerWork], start: int, stop: int, max_elements: float, tokens: float, *, overlaps: bool = False
 ) -> list[Bucket]:
     """The buckets of the layers [start, stop) of the model, in the order in which backward fills them.
 
     A bucket has at most `max_elements`; a larger weight gets a bucket of its own. So does an embedding of more rows
     than `tokens`, which the step looks up: its bucket holds the dense gradient only, and is left out if there is none.
+    Where transfers can overlap with backward (`overlaps`), other embeddings share no bucket with other weights.
     """
+    if not overlaps:
+        return _filled(layers, start, stop, max_elements, tokens, lambda weight: True)
+    others = _filled(layers, start, stop, max_elements, tokens, lambda weight: weight.width == 0)
+    return others + _filled(layers, start, stop, max_elements, tokens, lambda weight: weight.width > 0)
+
+
+def _filled(
+    layers: Sequence[LayerWork],
+    start: int,
+    stop: int,
+    max_elements: float,
+    tokens: float,
+    chosen: Callable[[Weight], bool],
+) -> list[Bucket]:
     buckets: list[Bucket] = []
     open_bucket: Bucket | None = None
     for index in reversed(range(start, stop)):
-        for weight in reversed(layers[index].weights):
+        for weight in filter(chosen, reversed(layers[index].weights)):
             if gathers_rows(weight, tokens):
                 if weight.dense:
                     buckets.append(Bucket(weight.size, index))

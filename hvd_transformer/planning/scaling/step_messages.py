@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from hvd_transformer.config.schema import Config
-from hvd_transformer.gradients.transfer_sizes import transfer_sizes
+from hvd_transformer.gradients.transfer_sizes import stage_bucket, transfer_sizes
 from hvd_transformer.gradients.wire.choice import RATIOS
 from hvd_transformer.planning.scaling.buckets import Bucket, gathers_rows, make_buckets
 from hvd_transformer.planning.scaling.collectives import Collective, Seconds
@@ -36,15 +36,19 @@ class StepMessages:
         self._shard = config.parallel.optimizer_shard if layout.dp > 1 else "none"
         self._group = machine.data_group(layout)
         self._number_bytes = 8 if config.training.precision == "fp64" else 4
-        self._sent_bytes = self._number_bytes * COMPRESSED[config.communication.compression]
+        ratio = COMPRESSED[config.communication.compression]
+        self._sent_bytes = self._number_bytes * ratio
+        self._row_bytes = self._number_bytes * max(ratio, RATIOS["int8"])  # int4 sends rows in 8 bits
         looked_up = {"auto": tokens * layout.dp, "always": 0, "never": math.inf}[config.communication.embedding_rows]
         transfer = transfer_sizes(machine.device, layout.dp, config.communication.bucket_mb)
-        max_elements = transfer.bucket / self._number_bytes
-        self._buckets = [
-            bucket
-            for start, stop in reversed(stages)
-            for bucket in make_buckets(layers, start, stop, max_elements, looked_up)
-        ]
+        overlaps = machine.device == "cuda" or machine.num_hosts(layout) > 1
+        num_shards = layout.dp if self._shard != "none" else 1
+        self._buckets: list[Bucket] = []
+        for start, stop in reversed(stages):
+            stage_bytes = int(self._number_bytes * sum(layer.parameters for layer in layers[start:stop]))
+            size = stage_bucket(transfer.bucket, stage_bytes, num_shards, overlaps=overlaps)
+            max_elements = size / self._number_bytes
+            self._buckets += make_buckets(layers, start, stop, max_elements, looked_up, overlaps=overlaps)
         self._row_numbers = [
             weight.width * tokens * layout.dp
             for layer in layers
@@ -76,7 +80,7 @@ class StepMessages:
             for index in reversed(range(len(times)))
         ]
         late = [self._reduce(bucket) for bucket in self._buckets if not self._early(bucket)]
-        rows = [self._seconds("all_gather", self._sent_bytes * numbers) for numbers in self._row_numbers]
+        rows = [self._seconds("all_gather", self._row_bytes * numbers) for numbers in self._row_numbers]
         return [Work(0.0, gathers), *forward, *middle, *backward, Work(0.0, [*late, *rows])]
 
     def _early(self, bucket: Bucket) -> bool:

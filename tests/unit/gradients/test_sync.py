@@ -613,6 +613,30 @@ class Repeated(nn.Module):
         return hidden.square().sum()
 
 
+class RepeatedBehindNorm(Repeated):
+    """The norm's gradient, from autograd, is the last one of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(3).double()
+
+    def forward(self, values: Tensor) -> Tensor:
+        hidden: Tensor = self.first(self.first(self.norm(values)).tanh())
+        return hidden.square().sum() + 0 * self.second(hidden).sum()
+
+
+@pytest.mark.parametrize("shard", [ZeroShard(), ZeroShard(0, 2, gradients=True)])
+def test_a_gradient_that_autograd_brings_too_late_is_an_error(shard: ZeroShard) -> None:
+    world, model = FakeWorld(), RepeatedBehindNorm()
+    buckets = make_grad_buffers(dict(model.named_parameters()), set(), ALL_IN_ONE, shard=shard)
+    sync = make_grad_sync([buckets], world)
+    install_stores(model, [([model], WeightGradStore())], sync)
+    sync.begin_step(1)
+    sync.expect_last_backward(sync.buffers)
+    with pytest.raises(RuntimeError, match="called more than once in one `Layer` of the task"):
+        model(inputs(0)).backward()
+
+
 @pytest.mark.parametrize("shard", [ZeroShard(), ZeroShard(0, 2, gradients=True)])
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_layer_that_is_used_again_is_sent_when_its_gradient_is_complete(apart: bool, shard: ZeroShard) -> None:

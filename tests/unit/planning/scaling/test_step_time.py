@@ -8,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_transformer.config import Config, load
+from hvd_transformer.gradients.transfer_sizes import LEAST_SHARE, MIN_BUCKETS, stage_bucket
+from hvd_transformer.gradients.wire.choice import RATIOS
 from hvd_transformer.planning.constants import Constants, Link
+from hvd_transformer.planning.scaling.buckets import make_buckets
 from hvd_transformer.planning.scaling.layer_work import LayerWork, ModelWork, Weight
 from hvd_transformer.planning.scaling.layout import Layout, Machine
 from hvd_transformer.planning.scaling.step_time import slowest_of, step_time
@@ -104,6 +107,38 @@ def test_compression_halves_the_transfer() -> None:
         for kind in ("none", "fp16")
     )
     assert half == pytest.approx(plain / 2, rel=1e-4)  # the step's sums are not compressed
+
+
+def test_buckets_are_those_of_training() -> None:
+    """The rule of `parallel.model_stage.add_buffers`: where transfers overlap, four a stage, and embeddings apart."""
+    layers = [LayerWork("embedding", [Weight(100.0, width=10)], 0.0, 0.0)]
+    layers += [LayerWork(f"{number}", [Weight(40.0)], 0.0, 0.0) for number in range(4)]
+    together = make_buckets(layers, 0, 5, 1000.0, math.inf)
+    assert [(bucket.num_elements, bucket.at_end) for bucket in together] == [(260.0, True)]
+    apart = make_buckets(layers, 0, 5, 100.0, math.inf, overlaps=True)
+    assert [(bucket.num_elements, bucket.first_layer, bucket.at_end) for bucket in apart] == [
+        (80.0, 3, False), (80.0, 1, False), (100.0, 0, True),
+    ]  # fmt: skip
+    assert stage_bucket(100 << 20, 40 << 20, 1, overlaps=True) == 10 << 20
+    assert stage_bucket(100 << 20, 40 << 20, 1, overlaps=False) == 100 << 20
+    assert stage_bucket(8 << 20, 400 << 20, 1, overlaps=True) == 8 << 20
+    assert stage_bucket(100 << 20, 40 << 20, 64, overlaps=True) == 64 * LEAST_SHARE
+    one = step_time(model(), load(overrides=[]), Layout(2, 1, 1), machine(Link(latency=1.0, bandwidth=1e30)))
+    assert one.messages.latency == pytest.approx(2 * (MIN_BUCKETS + 1))  # and the step's sums
+
+
+def test_rows_of_an_embedding_travel_in_8_bits_at_least() -> None:
+    link = Link(latency=0.0, bandwidth=1e6)
+    one = model()
+    tied = [*one.whole[:-1], LayerWork("head", [Weight(PARAMETERS, width=10, dense=False)], FORWARD, 2 * FORWARD)]
+    work = ModelWork(1, 100, 64, tied, tied, 2)
+    seconds = {
+        kind: step_time(work, config(f"communication.compression={kind}"), Layout(2, 1, 1), machine(link)).messages
+        for kind in ("int8", "int4")
+    }
+    rows = 10 * 100 * 2 * 4 * RATIOS["int8"] / 2 / 1e6  # bytes sent by each of two ranks over bytes a second
+    dense = {kind: found.transfer - rows for kind, found in seconds.items()}
+    assert dense["int4"] / dense["int8"] == pytest.approx(RATIOS["int4"] / RATIOS["int8"], rel=1e-3)
 
 
 def test_zero_gathers_before_forward_and_scatters_after_backward() -> None:
