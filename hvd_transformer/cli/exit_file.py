@@ -19,7 +19,7 @@ import click
 from hvd_transformer.atomic import write_text
 from hvd_transformer.errors import WRONG_INPUT, UserError
 
-_NAME = "HVD_TRANSFORMER_EXIT_FILE"
+EXIT_FILE = "HVD_TRANSFORMER_EXIT_FILE"
 _NOTHING: Mapping[str, Any] = {
     "cause": "",
     "stopped": None,
@@ -35,7 +35,7 @@ class ExitFile:
     """A context manager around all that a launcher does. Nothing is written if nobody has named a file."""
 
     def __init__(self) -> None:
-        self._name = os.environ.pop(_NAME, None)  # for this process alone
+        self._name = os.environ.pop(EXIT_FILE, None)  # for this process alone
         self._how: Callable[[], Mapping[str, Any]] = dict
 
     def watch(self, how: Callable[[], Mapping[str, Any]]) -> None:

@@ -1,11 +1,14 @@
 """How the trainings of a sweep run: as jobs of the service, or here through `launch`, one after the other."""
 
+import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -14,11 +17,13 @@ from click.core import ParameterSource
 
 from hvd_transformer.cli import service_options
 from hvd_transformer.cli.engine_job import context_of
+from hvd_transformer.cli.exit_file import EXIT_FILE
 from hvd_transformer.cli.launch import launch
 from hvd_transformer.cli.launch_options import LaunchOptions
 from hvd_transformer.cli.main import show as show_error
 from hvd_transformer.cli.wait import ends, exit_code
-from hvd_transformer.errors import UserError
+from hvd_transformer.errors import WRONG_INPUT, UserError
+from hvd_transformer.launch.launch_record import wait_for_launcher
 from hvd_transformer.sweep.definition import Sweep
 from hvd_transformer.sweep.run import Runner, Task
 
@@ -87,41 +92,81 @@ class Launched:
             asked.append(number)
             launcher.terminate()
 
+        # An earlier sweep that was killed may have left its launcher at work.
+        wait_for_launcher(task.run, lambda line: show_error("hvd-transformer", line))
         _forget_end(task)
-        words, environment = [*self._words, *task.words], {**os.environ, "PYTHONSAFEPATH": "1"}
-        launcher = subprocess.Popen(words, env=environment, stdout=self._output)
-        before = signal.signal(signal.SIGTERM, pass_on)
-        try:
-            code = launcher.wait()
-        except KeyboardInterrupt:
-            launcher.wait()
-            raise
-        finally:
-            signal.signal(signal.SIGTERM, before)
-        if asked:
-            raise KeyboardInterrupt
+        with tempfile.TemporaryDirectory() as folder:
+            words, ended = [*self._words, *task.words], Path(folder) / "ended.json"
+            environment = {**os.environ, "PYTHONSAFEPATH": "1", EXIT_FILE: str(ended)}
+            launcher = subprocess.Popen(words, env=environment, stdout=self._output)
+            before = signal.signal(signal.SIGTERM, pass_on)
+            try:
+                code = launcher.wait()
+            except KeyboardInterrupt:
+                launcher.wait()
+                raise
+            finally:
+                signal.signal(signal.SIGTERM, before)
+            if asked:
+                raise KeyboardInterrupt
+            if code == WRONG_INPUT:
+                _check_hosts(task, ended)
         return code
 
 
+def _check_hosts(task: Task, ended: Path) -> None:
+    """Raise `UserError` if a launcher ended because hosts could not be used, which is no result of the trial."""
+    try:
+        refused = json.loads(ended.read_text(encoding="utf-8"))["refused"]
+    except (OSError, ValueError, KeyError):
+        return
+    if refused:
+        hosts = ", ".join(refused)
+        raise UserError(f"{task.trial.name}: {hosts} cannot be used; run the same command to resume when it can")
+
+
 class Queued:
-    """Jobs of the service, all of a rung at once. A sweep that goes on waits for those that it had submitted."""
+    """Jobs of the service, as many of a rung at once as it takes. A sweep that goes on waits for those that it had
+    submitted."""
 
     def __init__(self, client: "Client", ranks: int, options: Sequence[str]) -> None:
         self._client, self._ranks, self._options = client, ranks, list(options)
 
     def run(self, tasks: Sequence[Task], begun: Callable[[], None]) -> Iterator[tuple[Task, int]]:
-        by_job: dict[int, Task] = {}
-        unfinished = self._unfinished(tasks)
-        for task in tasks:
-            if task.trial.job is None or not self._has(task.trial.job, task):
-                known = unfinished.get(task.run.resolve())
-                task.trial.job = self._submit(task) if known is None else known
-                begun()
-            by_job[task.trial.job] = task
-        for job in ends(self._client, list(by_job)):
-            if job["state"] != "SUCCEEDED" and job["reason"]:
-                show_error("hvd-transformer", f"job {job['id']}: {job['reason']}")
-            yield by_job[job["id"]], _code(job)
+        waiting, by_job = deque(tasks), dict[int, Task]()
+        unfinished, told = self._unfinished(tasks), False
+        while waiting or by_job:
+            refusal = self._begin(waiting, by_job, unfinished, begun)
+            if refusal is not None and not told:
+                told = True
+                show_error("hvd-transformer", f"{refusal}; {waiting[0].trial.name} waits until another trial has ended")
+            for job in ends(self._client, list(by_job)):
+                if job["state"] != "SUCCEEDED" and job["reason"]:
+                    show_error("hvd-transformer", f"job {job['id']}: {job['reason']}")
+                yield by_job.pop(job["id"]), _code(job)
+                if waiting:
+                    break
+
+    def _begin(
+        self, waiting: deque[Task], by_job: dict[int, Task], unfinished: Mapping[Path, int], begun: Callable[[], None]
+    ) -> UserError | None:
+        """Give jobs to the tasks that wait, in their order; returns why the service takes no more, as of a user who has
+        as many jobs in the queue as allowed. Raises it if there is none to wait for."""
+        from hvd_transformer.service.remote.client import Refused
+
+        while waiting:
+            task = waiting[0]
+            try:
+                if task.trial.job is None or not self._has(task.trial.job, task):
+                    known = unfinished.get(task.run.resolve())
+                    task.trial.job = self._submit(task) if known is None else known
+                    begun()
+            except Refused as error:
+                if not by_job:
+                    raise
+                return error
+            by_job[task.trial.job] = waiting.popleft()
+        return None
 
     def _unfinished(self, tasks: Sequence[Task]) -> dict[Path, int]:
         """The sweep's jobs that have not ended, by run directory: the answer to a request may not have arrived."""

@@ -77,6 +77,15 @@ def launcher_of(folder: Path) -> Owner:
     raise UserError(f"{folder}: no launcher is at work here{_last(folder)}")
 
 
+def wait_for_launcher(folder: Path, waits: Callable[[str], object]) -> None:
+    """Wait until no launcher is at work on a run directory; `waits` is told, in a line, that one is."""
+    lock = FolderLock(folder / _LOCK, "a launcher")
+    if folder.is_dir():
+        with suppress(UserError, OSError):  # the next launcher says why it cannot take the folder
+            lock.take(waits, look=lambda: None)
+            lock.release()
+
+
 def _last(folder: Path) -> str:
     """How the last launch ended, if that is known."""
     try:

@@ -3,6 +3,8 @@
 import csv
 import json
 import math
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +14,7 @@ from commands import command
 
 from hvd_transformer import folder_lock
 from hvd_transformer.cli.sweep import sweep
-from hvd_transformer.cli.sweep_runners import Queued
+from hvd_transformer.cli.sweep_runners import Launched, Queued
 from hvd_transformer.config import load
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.remote.client import Client, Refused
@@ -261,6 +263,61 @@ def test_a_job_whose_submission_was_interrupted_is_taken_over(state: str, tmp_pa
     service.states = {7: state, 8: "RUNNING"}
     assert list(Queued(cast(Client, service), 1, []).run([task], lambda: None)) == [(task, 0)]
     assert (trial.job, service.submitted) == ((7, []) if state == "RUNNING" else (100, ["trial-001"]))
+
+
+def test_trials_that_the_service_does_not_take_yet_follow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = [
+        Task(Trial(number, {}), [f"output_dir={tmp_path}/{number}"], tmp_path / f"{number}") for number in range(1, 6)
+    ]
+
+    class OfTwo(FakeService):
+        """A user may have two jobs in the queue. Each looks at as many jobs as have been submitted."""
+
+        def submit(self, request: dict[str, Any]) -> dict[str, Any]:
+            if len(self.submitted) - len(ended) >= 2:
+                raise Refused(400, "ana has 2 jobs in the queue and may have 2; 1 more are too many")
+            return super().submit(request)
+
+    ended: list[tuple[Task, int]] = []
+    service = OfTwo({})
+    for pair in Queued(cast(Client, service), 1, []).run(tasks, lambda: None):
+        ended.append(pair)
+    assert ended == [(task, 0) for task in tasks]
+    refusal = "ana has 2 jobs in the queue and may have 2; 1 more are too many"
+    told = f"hvd-transformer: {refusal}; trial-003 waits until another trial has ended\n"
+    assert capsys.readouterr().err == told
+
+
+def test_a_launcher_that_cannot_use_hosts_ends_the_sweep_and_fails_no_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = tmp_path / "launcher"
+    launcher.write_text(
+        "#!/bin/sh\n"
+        """[ -n "$REFUSED" ] && echo '{"refused": {"h2": "away"}}' > "$HVD_TRANSFORMER_EXIT_FILE"\n"""
+        "exit 2\n"
+    )
+    launcher.chmod(0o755)
+    runner = Launched(1, [], None)
+    runner._words = [str(launcher)]
+    task = Task(Trial(1, {}), [], tmp_path / "trial-001")
+    assert list(runner.run([task], lambda: None)) == [(task, 2)]  # wrong input
+    monkeypatch.setenv("REFUSED", "1")
+    with pytest.raises(UserError, match="trial-001: h2 cannot be used; run the same command to resume when it can"):
+        list(runner.run([task], lambda: None))
+
+
+def test_a_launcher_that_an_earlier_sweep_has_left_is_waited_for(tmp_path: Path, capsys: Any) -> None:
+    task = Task(Trial(1, {}), [], tmp_path / "trial-001")
+    task.run.mkdir()
+    left = folder_lock.FolderLock(task.run / ".launcher", "a launcher")
+    left.take()
+    threading.Timer(1, left.release).start()
+    runner, began = Launched(1, [], None), time.monotonic()
+    runner._words = ["true"]
+    assert list(runner.run([task], lambda: None)) == [(task, 0)]
+    assert time.monotonic() - began > 0.9
+    assert "waiting for its end" in capsys.readouterr().err
 
 
 def test_results_that_cannot_be_written(tmp_path: Path) -> None:
