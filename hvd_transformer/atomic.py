@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
-# Errors of file systems that cannot sync a folder (some network and FUSE mounts).
+# Errors of file systems that cannot sync a folder (some network and FUSE mounts), and of a folder that may not be read.
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
 
 
@@ -41,11 +41,12 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Sync a folder, so that new and renamed files in it survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:
             raise
-    finally:
-        os.close(descriptor)

@@ -25,7 +25,7 @@ def load_plugin(path: str, origin: str, kind: str) -> Any:
         _search_users_folders()
     try:
         found = getattr(import_module(module), name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that reads its own command line ends the process
         raise UserError(f"{origin}: cannot be imported: {first_line(error)}") from error
     if not callable(found):
         raise UserError(f"{origin}: {name} is not a {kind}")
@@ -41,6 +41,6 @@ def _search_users_folders() -> None:
         sys.path.insert(0, code)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """An error of the user's code as one line."""
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]

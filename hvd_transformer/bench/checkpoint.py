@@ -97,6 +97,7 @@ def bench_checkpoint(
 def _start_save(trainer: Trainer, saver: Saver, began: float) -> float:
     """Do what training waits for (`Session.save`); return its seconds. Collective."""
     step = trainer.state.step
+    trainer.synchronize()
     checksum = trainer.engine.check_replicas(f"step {step}")
     begun = saver.begin(step)
     if begun is not None:

@@ -12,7 +12,7 @@ The steps of "alone" take turns, so that what slows the machine down for a while
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -235,7 +235,8 @@ def _alone(
     samples = config.training.global_batch_size
     share = None if samples is None else math.ceil(samples / world.size)
     config = config.model_copy(update={"training": config.training.model_copy(update={"global_batch_size": share})})
-    with trainer_of(config, vocab_size, own, heartbeat, devices) as trainer:
+    with ExitStack() as stack:
+        trainer = agree(world, lambda: stack.enter_context(trainer_of(config, vocab_size, own, heartbeat, devices)))
         return _in_turn(trainer, _with_pieces(trainer), seconds, world)
 
 

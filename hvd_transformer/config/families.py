@@ -34,12 +34,17 @@ def with_own_blocks(config: Config) -> Config:
 
     Raises `UserError` if it is a variant that the blocks cannot be, or if a key of `model` contradicts it.
     """
-    if config.model.pretrained is None or config.task != "language_model" or config.model.lora_rank is not None:
+    if config.model.pretrained is None:
         return config
     folder = Path(config.model.pretrained)
+    if config.task != "language_model" or config.model.lora_rank is not None:
+        lora = "" if config.model.lora_rank is None else f" and model.lora_rank={config.model.lora_rank}"
+        return _in_theirs(config, f"task={config.task}, model.pretrained={folder}{lora}")
     found = read_folder(folder)
-    if found is None or found.get("model_type") not in FAMILIES:
+    if found is None:  # also where a run is resumed whose folder is gone
         return config
+    if found.get("model_type") not in FAMILIES:
+        return _in_theirs(config, f"model.pretrained={folder}, whose model_type is {found.get('model_type')}")
     keys = model_keys(found, f"model.pretrained={folder}")
     for key, entry in type(config.model).model_fields.items():
         value, wanted = getattr(config.model, key), keys.get(key, entry.default)
@@ -58,6 +63,13 @@ def with_own_blocks(config: Config) -> Config:
     return config.model_copy(update={"model": model})
 
 
+def _in_theirs(config: Config, origin: str) -> Config:
+    """The configuration of a model that is transformers' own module, which has its own positions."""
+    if config.model.position == "rotary":  # else it would be taken for one of our blocks
+        raise UserError(f"model.position=rotary: not with {origin}; leave it at sinusoidal")
+    return config
+
+
 def model_keys(found: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """The keys of `model` for a config.json of one of the families, whose own defaults fill what it leaves out.
 
@@ -67,8 +79,8 @@ def model_keys(found: Mapping[str, Any], origin: str) -> dict[str, Any]:
     is_qwen = family == "qwen3"
     try:
         heads, width = int(found["num_attention_heads"]), int(found["hidden_size"])
-        kv_heads = int(found.get("num_key_value_heads") or (32 if is_qwen else heads))
-        head_width = int(found.get("head_dim") or (128 if is_qwen else width // heads))
+        kv_heads = int(found.get("num_key_value_heads", 32 if is_qwen else heads) or heads)
+        head_width = int(found.get("head_dim", 128 if is_qwen else width // heads) or width // heads)
         keys = {
             "vocab_size": int(found["vocab_size"]),
             "num_layers": int(found["num_hidden_layers"]),

@@ -1,5 +1,8 @@
 """Checks of settings for fine-tuning: Hugging Face folders, LoRA, instruction tuning."""
 
+from pathlib import Path
+
+from hvd_transformer.config.families import read_folder
 from hvd_transformer.config.schema import Config
 from hvd_transformer.errors import UserError
 
@@ -27,7 +30,7 @@ def _check_lora(config: Config) -> None:
 
 
 def _check_pretrained(config: Config) -> None:
-    origin = f"model.pretrained={config.model.pretrained}"
+    origin, folder = f"model.pretrained={config.model.pretrained}", Path(str(config.model.pretrained))
     if config.task not in (built_in := ("language_model", "translation", "classification")):
         raise UserError(f"{origin}: with task={', '.join(built_in[:-1])} or {built_in[-1]}, not task={config.task}")
     own = [("data", key) for key in ("tokenizer", "vocab_size", "min_frequency", "tokenizer_sample_mb")]
@@ -44,6 +47,8 @@ def _check_pretrained(config: Config) -> None:
         values = getattr(config, section)
         value, default = getattr(values, key), type(values).model_fields[key].default
         if value != default:
+            if (section, key) in alone and not config.model.in_own_blocks and read_folder(folder) is None:
+                raise UserError(f"{section}.{key}={value}: needs {folder / 'config.json'}, which cannot be read here")
             why = "which has its own" if (section, key) in own else "which only supports data parallelism"
             raise UserError(f"{section}.{key}={value}: not with {origin}, {why}; leave it at {default}")
 

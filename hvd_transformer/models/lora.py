@@ -40,7 +40,10 @@ def load_adapted(folder: Path) -> nn.Module:
     check_adapters(folder)
     config = _peft(str(folder)).LoraConfig.from_pretrained(folder)
     config.inference_mode = False
-    return _adapted(load_language_model(base_folder(folder)), config, str(folder))
+    if not (base := base_folder(folder)).is_dir():
+        told = f"{folder / ADAPTER_CONFIG}: base_model_name_or_path={base}"
+        raise UserError(f"{told}: must be a local folder; nothing is downloaded")
+    return _adapted(load_language_model(base), config, str(folder))
 
 
 def check_adapters(folder: Path) -> dict[str, Any]:

@@ -123,4 +123,4 @@ class ModelConfig(Section):
     def in_own_blocks(self) -> bool:
         """Whether the model consists of this package's blocks: not with a `pretrained` of another family or with LoRA,
         which leaves all other keys at their defaults (`config.families`)."""
-        return self.pretrained is None or self.position == "rotary"
+        return self.pretrained is None or (self.position == "rotary" and self.lora_rank is None)

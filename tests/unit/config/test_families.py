@@ -59,6 +59,30 @@ def test_the_folder_says_what_the_model_is(tmp_path: Path) -> None:
     assert (model.dropout, model.in_own_blocks) == (0.1, True)
 
 
+def test_a_key_that_is_null_is_as_transformers_takes_it(tmp_path: Path) -> None:
+    keys = model_keys({**LLAMA, "model_type": "qwen3", "num_key_value_heads": None, "head_dim": None}, "config.json")
+    assert (keys["num_heads"], keys["num_kv_heads"], keys["head_width"]) == (32, None, None)
+
+
+def test_what_is_trained_by_transformers_own_modules_has_no_rotary_position_of_ours(tmp_path: Path) -> None:
+    """Else it would be taken for a model in our blocks, which has no LoRA."""
+    pretrained = f"model.pretrained={folder(tmp_path)}"
+    for words, told in (
+        (["model.lora_rank=8"], "task=language_model, model.pretrained=.* and model.lora_rank=8"),
+        (["task=classification", "data.source=rows.csv"], "task=classification, model.pretrained=.*"),
+    ):
+        with pytest.raises(UserError, match=rf"^model.position=rotary: not with {told}; leave it at sinusoidal$"):
+            load(overrides=[pretrained, *words, "model.position=rotary"])
+    folder(tmp_path, model_type="gpt2")
+    with pytest.raises(UserError, match="model.position=rotary: not with .*, whose model_type is gpt2; leave it at"):
+        load(overrides=[pretrained, "model.position=rotary"])
+
+
+def test_a_folder_that_is_not_here_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^parallel.tensor=2: needs .*/absent/config.json, which cannot be read here$"):
+        load(overrides=[f"model.pretrained={tmp_path / 'absent'}", "parallel.tensor=2"])
+
+
 def test_versions_of_transformers_and_what_they_leave_out() -> None:
     new = {key: value for key, value in LLAMA.items() if key not in ("rope_theta", "head_dim", "rms_norm_eps")}
     found = model_keys({**new, "rope_parameters": {**SCALING, "rope_theta": 7.0}}, "")
