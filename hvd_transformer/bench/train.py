@@ -236,7 +236,14 @@ def _alone(
     share = None if samples is None else math.ceil(samples / world.size)
     config = config.model_copy(update={"training": config.training.model_copy(update={"global_batch_size": share})})
     with ExitStack() as stack:
-        trainer = agree(world, lambda: stack.enter_context(trainer_of(config, vocab_size, own, heartbeat, devices)))
+
+        def enter() -> Trainer:
+            try:
+                return stack.enter_context(trainer_of(config, vocab_size, own, heartbeat, devices))
+            except UserError as error:  # on which a world of its own has agreed
+                raise UserError(str(error)) from None
+
+        trainer = agree(world, enter)
         return _in_turn(trainer, _with_pieces(trainer), seconds, world)
 
 

@@ -46,9 +46,12 @@ def with_verification(world: World, action: Callable[[Verify], Result]) -> Resul
     """
     if world.rank == 0:
         try:
-            return action(lambda folder: _verify(world, _describe(folder)))
-        finally:
+            result = action(lambda folder: _verify(world, _describe(folder)))
+        except UserError:
             world.broadcast_object(None)
+            raise
+        world.broadcast_object(None)
+        return result
     while (told := world.broadcast_object(None)) is not None:
         try:
             _verify(world, told)

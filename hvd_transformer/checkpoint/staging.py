@@ -75,6 +75,7 @@ def collect(staging: Path, rank: int, writers: Writers, writing: Writing) -> Che
         except FileNotFoundError:
             raise OSError(f"rank {_first_failed(staging, other)} could not write its part; its log says why") from None
         report.unlink()
+        writing.advance()
         for file, ranges in content.items():
             found.setdefault(file, []).extend(Range(*own) for own in ranges)
     return found

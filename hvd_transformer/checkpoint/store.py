@@ -82,16 +82,17 @@ class CheckpointStore:
 
         Waits for the parts of the other ranks; for a few seconds only once the job is ending, as they may be gone.
         """
-        final = self.folder / _name(snapshot.step)
+        final, writing = self.folder / _name(snapshot.step), writing or Writing()
         if folder is None:
             folder = self.begin(snapshot.step)
         try:
-            checksums = _write_parts(snapshot, folder, 0, writing or Writing())
+            checksums = _write_parts(snapshot, folder, 0, writing)
             (folder / "writing-0").unlink()
             texts = {**snapshot.texts, **snapshot.indexes(), STATE: json.dumps(snapshot.state, indent=1)}
             for name, text in texts.items():
                 (folder / name).write_text(text, encoding="utf-8")
             manifest.write(folder, checksums)
+            writing.advance()
             for name in (*texts, manifest.NAME):  # each rank has synced what it wrote
                 with (folder / name).open("rb") as file:
                     os.fsync(file.fileno())
@@ -108,7 +109,7 @@ class CheckpointStore:
         self._point("latest", final.name)
         if snapshot.best:
             self._point("best", final.name)
-        self._remove_old()
+        self._remove_old(writing)
         return final
 
     def steps(self) -> list[Path]:
@@ -191,7 +192,7 @@ class CheckpointStore:
         link.replace(self.folder / name)
         atomic.sync_folder(self.folder)
 
-    def _remove_old(self) -> None:
+    def _remove_old(self, writing: Writing) -> None:
         best = self.folder / "best"
         kept = best.resolve() if best.is_symlink() else None
         for path in self.steps()[: -self.keep_last]:
@@ -200,6 +201,7 @@ class CheckpointStore:
                 trash = self.folder / f".removing-{path.name}-{os.getpid()}"
                 path.rename(trash)
                 shutil.rmtree(trash, ignore_errors=True)
+                writing.advance()
 
 
 def resolve(path: Path, verify: Verify = manifest.verify) -> Path:

@@ -80,7 +80,8 @@ class Saver:
         """Wait for the last write of all ranks, however long it takes while it goes on. Collective."""
         if self._begun:
             self._begun = False
-            Rounds(self.world, waits=self._waits_for_others).run(self._follow)
+            rounds = Rounds(self.world, waits=self._waits_for_others)
+            rounds.run(lambda advance: self._follow(advance, rounds))
             self._settle()
 
     def end(self) -> None:
@@ -90,7 +91,7 @@ class Saver:
             self._settle()
 
     def close(self) -> None:
-        """Wait for the last write and end the thread."""
+        """Wait for the last write of all ranks and end the thread. Collective."""
         self.wait()
         self._thread.shutdown()
 
@@ -101,12 +102,12 @@ class Saver:
     def _waits_for_others(self) -> bool:
         return self._pending is not None and self._pending.writing.waits
 
-    def _follow(self, advance: Advance) -> None:
-        """Call `advance` while this rank's write goes on, until it has ended."""
+    def _follow(self, advance: Advance, rounds: Rounds) -> None:
+        """Call `advance` while this rank's write goes on, until it has ended, or waits for a rank that is lost."""
         if self._pending is None:
             return
         seen = 0
-        while futures.wait([self._pending.written], _LOOK_SECONDS).not_done:
+        while futures.wait([self._pending.written], _LOOK_SECONDS).not_done and not rounds.lost:
             if (blocks := self._pending.writing.blocks) != seen:
                 seen = blocks
                 advance()

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -21,8 +23,8 @@ from hvd_transformer.cli.exit_file import EXIT_FILE
 from hvd_transformer.cli.launch import launch
 from hvd_transformer.cli.launch_options import LaunchOptions
 from hvd_transformer.cli.main import show as show_error
-from hvd_transformer.cli.wait import ends, exit_code
-from hvd_transformer.errors import WRONG_INPUT, UserError
+from hvd_transformer.cli.wait import POLL_SECONDS, ends, exit_code, perhaps_ended
+from hvd_transformer.errors import UserError
 from hvd_transformer.launch.launch_record import wait_for_launcher
 from hvd_transformer.sweep.definition import Sweep
 from hvd_transformer.sweep.run import Runner, Task
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from hvd_transformer.service.remote.client import Client
 
 
-_NOT_FOUND = 404
+_NOT_FOUND, _QUEUE_FULL = 404, 429
 
 # Options of `launch` that make it another thing than one training to wait for; the sweep's `ranks` are its -np.
 _NOT_FOR_TRIALS = {"num_ranks", "detach", "dry_run", "scheduler", "output", "image", "memory_gib", "settings"}
@@ -109,20 +111,20 @@ class Launched:
                 signal.signal(signal.SIGTERM, before)
             if asked:
                 raise KeyboardInterrupt
-            if code == WRONG_INPUT:
+            if code:
                 _check_hosts(task, ended)
         return code
 
 
 def _check_hosts(task: Task, ended: Path) -> None:
-    """Raise `UserError` if a launcher ended because hosts could not be used, which is no result of the trial."""
+    """Raise `UserError` if a launcher ended because hosts could not be used or were lost, which is no result."""
     try:
-        refused = json.loads(ended.read_text(encoding="utf-8"))["refused"]
-    except (OSError, ValueError, KeyError):
+        how = json.loads(ended.read_text(encoding="utf-8"))
+        hosts = ", ".join(dict.fromkeys([*how["refused"], *how["lost"]]))
+    except (OSError, ValueError, KeyError, TypeError):
         return
-    if refused:
-        hosts = ", ".join(refused)
-        raise UserError(f"{task.trial.name}: {hosts} cannot be used; run the same command to resume when it can")
+    if hosts:
+        raise UserError(f"{task.trial.name}: hosts that cannot be used: {hosts}; run the same command to resume")
 
 
 class Queued:
@@ -133,26 +135,24 @@ class Queued:
         self._client, self._ranks, self._options = client, ranks, list(options)
 
     def run(self, tasks: Sequence[Task], begun: Callable[[], None]) -> Iterator[tuple[Task, int]]:
-        waiting, by_job = deque(tasks), dict[int, Task]()
-        unfinished, told = self._unfinished(tasks), False
-        while waiting or by_job:
-            refusal = self._begin(waiting, by_job, unfinished, begun)
-            if refusal is not None and not told:
-                told = True
-                show_error("hvd-transformer", f"{refusal}; {waiting[0].trial.name} waits until another trial has ended")
-            for job in ends(self._client, list(by_job)):
-                if job["state"] != "SUCCEEDED" and job["reason"]:
-                    show_error("hvd-transformer", f"job {job['id']}: {job['reason']}")
-                yield by_job.pop(job["id"]), _code(job)
-                if waiting:
-                    break
+        waiting, by_job, told = deque(tasks), dict[int, Task](), False
+        unfinished = self._unfinished(tasks)
+        while (refusal := self._begin(waiting, by_job, unfinished, begun)) is not None:
+            if not told:
+                show_error("hvd-transformer", f"{refusal}; {waiting[0].trial.name} waits")
+            told = True
+            time.sleep(POLL_SECONDS)
+            for job in self._ended(list(by_job)):
+                yield _result(by_job.pop(job["id"]), job)
+        for job in ends(self._client, list(by_job)):
+            yield _result(by_job[job["id"]], job)
 
     def _begin(
         self, waiting: deque[Task], by_job: dict[int, Task], unfinished: Mapping[Path, int], begun: Callable[[], None]
     ) -> UserError | None:
-        """Give jobs to the tasks that wait, in their order; returns why the service takes no more, as of a user who has
-        as many jobs in the queue as allowed. Raises it if there is none to wait for."""
-        from hvd_transformer.service.remote.client import Refused
+        """Give jobs to the tasks that wait, in their order; returns why the service takes no more of them now, such as
+        a user's limit of jobs in the queue."""
+        from hvd_transformer.service.remote.client import Busy, Refused
 
         while waiting:
             task = waiting[0]
@@ -162,11 +162,21 @@ class Queued:
                     task.trial.job = self._submit(task) if known is None else known
                     begun()
             except Refused as error:
-                if not by_job:
-                    raise
-                return error
+                if isinstance(error, Busy) or error.status == _QUEUE_FULL:
+                    return error
+                raise
             by_job[task.trial.job] = waiting.popleft()
         return None
+
+    def _ended(self, jobs: list[int]) -> Iterator[dict[str, Any]]:
+        """Those of the jobs that have ended, as far as the service answers."""
+        from hvd_transformer.service.jobs import ENDED
+        from hvd_transformer.service.remote.client import Busy, NoService
+
+        with suppress(NoService, Busy):
+            for number in perhaps_ended(self._client, jobs):
+                if (job := self._client.get(f"jobs/{number}"))["state"] in ENDED:
+                    yield job
 
     def _unfinished(self, tasks: Sequence[Task]) -> dict[Path, int]:
         """The sweep's jobs that have not ended, by run directory: the answer to a request may not have arrived."""
@@ -199,6 +209,12 @@ class Queued:
         _forget_end(task)
         answer = self._client.submit(request)
         return int(answer["ids"][0])
+
+
+def _result(task: Task, job: dict[str, Any]) -> tuple[Task, int]:
+    if job["state"] != "SUCCEEDED" and job["reason"]:
+        show_error("hvd-transformer", f"job {job['id']}: {job['reason']}")
+    return task, _code(job)
 
 
 def _tag(task: Task) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hvd_transformer.service.remote.client import Client
 
 _PAUSE_SECONDS = 2.0  # between two attempts to reach the service
-_POLL_SECONDS = 5.0  # between two looks at jobs of whose events the service does not tell, as too many listen
+POLL_SECONDS = 5.0  # between two looks at jobs of whose events the service does not tell, as too many listen
 _FEW = 20  # jobs that are looked at one by one
 
 
@@ -53,7 +53,7 @@ def ends(client: "Client", jobs: list[int]) -> Iterator[dict[str, Any]]:
         try:
             for kind, data in _events(client):
                 if kind == "refused":
-                    look, seconds = _perhaps_ended(client, list(pending)), _POLL_SECONDS
+                    look, seconds = perhaps_ended(client, list(pending)), POLL_SECONDS
                 elif kind in ("open", "resync"):
                     look = list(pending)
                 elif kind == "ping":  # in case an event was lost: one job after the other
@@ -87,7 +87,7 @@ def _events(client: "Client") -> Iterator[tuple[str, dict[str, Any]]]:
         yield "refused", {}
 
 
-def _perhaps_ended(client: "Client", pending: list[int]) -> list[int]:
+def perhaps_ended(client: "Client", pending: list[int]) -> list[int]:
     """The jobs that a look may find ended. Many are compared with the list of those that have not."""
     from hvd_transformer.service.jobs import ENDED, State
 

@@ -40,6 +40,11 @@ class Rounds:
         self._own_failed = False
         self._lost: Exception | None = None
 
+    @property
+    def lost(self) -> bool:
+        """Whether another rank is lost: `run` raises that error once this rank's work has ended."""
+        return self._lost is not None
+
     def run(self, work: Callable[[Advance], Result]) -> Result:
         """Do this rank's work, and wait for the others'. Collective; `work` itself calls no collectives.
 

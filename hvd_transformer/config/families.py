@@ -64,7 +64,7 @@ def with_own_blocks(config: Config) -> Config:
 
 
 def _in_theirs(config: Config, origin: str) -> Config:
-    """The configuration of a model that is transformers' own module, which has its own positions."""
+    """The configuration as it is, of transformers' own module. Raises `UserError` if it has our rotary positions."""
     if config.model.position == "rotary":  # else it would be taken for one of our blocks
         raise UserError(f"model.position=rotary: not with {origin}; leave it at sinusoidal")
     return config

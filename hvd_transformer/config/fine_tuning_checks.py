@@ -47,7 +47,8 @@ def _check_pretrained(config: Config) -> None:
         values = getattr(config, section)
         value, default = getattr(values, key), type(values).model_fields[key].default
         if value != default:
-            if (section, key) in alone and not config.model.in_own_blocks and read_folder(folder) is None:
+            may_be_own = config.task == "language_model" and config.model.lora_rank is None
+            if (section, key) in alone and may_be_own and read_folder(folder) is None:
                 raise UserError(f"{section}.{key}={value}: needs {folder / 'config.json'}, which cannot be read here")
             why = "which has its own" if (section, key) in own else "which only supports data parallelism"
             raise UserError(f"{section}.{key}={value}: not with {origin}, {why}; leave it at {default}")

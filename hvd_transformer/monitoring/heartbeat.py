@@ -13,7 +13,7 @@ from hvd_transformer.monitoring.timeline import Timeline
 class Collectives(Protocol):
     """What a heartbeat reads of this rank's `comm.group.Link`, which it may not import: that takes torch."""
 
-    ended: int  # collectives that this rank has waited for
+    ended: int  # collectives that this rank has waited for, and other signs of progress
 
     @property
     def waiting(self) -> dict[str, int]:

@@ -20,6 +20,10 @@ _MOST_DEPENDENCIES = 100_000  # of an array together: they are written in one tr
 _MOVED = 60.0  # seconds by which an estimate must move to be written
 
 
+class QueueFull(UserError):
+    """The owner has too many jobs in the queue now; there will be room later."""
+
+
 class JobTable(NewsTable):
     """The jobs. Their starts are in `AttemptTable`."""
 
@@ -30,7 +34,8 @@ class JobTable(NewsTable):
 
         With an idempotency key that the owner has used before they are those of then. `body`: the request as it was
         sent, to tell whether it is the same; by default the jobs are compared. Raises `UserError` for a limit of the
-        owner, an unknown job or too many in `after`, an output_dir that another job uses, or a key of another request.
+        owner, an unknown job or too many in `after`, an output_dir that another job uses, or a key of another request;
+        `QueueFull` where it is the number of jobs in the queue.
         """
         owner, now = jobs[0].owner, jobs[0].submitted
         with self.database.write() as connection:
@@ -212,7 +217,8 @@ class JobTable(NewsTable):
             counts = _counts(connection, owner)
             waiting = sum(counts.get(state, 0) for state in WAITING)
             if waiting + len(jobs) > limits.max_queued:
-                raise UserError(
+                kind = QueueFull if len(jobs) <= limits.max_queued else UserError
+                raise kind(
                     f"{owner} has {waiting} jobs in the queue and may have {limits.max_queued}; "
                     f"{len(jobs)} more are too many"
                 )

@@ -121,10 +121,13 @@ def test_ranks_that_wait_for_a_long_write_see_its_progress(tmp_path: Path, monke
 
     def write(file: Path, part: FilePart, advance: Callable[[], object]) -> list[Range]:
         if threading.current_thread().name.startswith("checkpoint"):
-            end = time.monotonic() + 1
-            while part.blocks and part.blocks[0][0] and time.monotonic() < end:  # rank 1's half
+            deadline, before = time.monotonic() + 30, [world.link.ended for world in worlds]
+            while part.blocks and part.blocks[0][0] and time.monotonic() < deadline:  # rank 1's half
                 advance()
                 time.sleep(0.01)
+                seen = [world.link.ended - first for world, first in zip(worlds, before, strict=True)]
+                if min(seen) > 5:
+                    break
             if part.blocks and part.blocks[0][0]:
                 stands_still.set()
                 assert goes_on.wait(30)
@@ -150,10 +153,11 @@ def test_ranks_that_wait_for_a_long_write_see_its_progress(tmp_path: Path, monke
 
     def watch() -> None:
         assert stands_still.wait(30)
-        time.sleep(0.3)  # the rounds of what was before
-        before = [world.link.ended for world in worlds]
-        time.sleep(0.5)
-        signs.extend(world.link.ended - first for world, first in zip(worlds, before, strict=True))
+        before, deadline = None, time.monotonic() + 30
+        while (now := [world.link.ended for world in worlds]) != before and time.monotonic() < deadline:
+            before = now
+            time.sleep(0.5)  # several rounds; the first ones tell of what was before
+        signs.extend(after - first for after, first in zip(now, before or [], strict=True))
         goes_on.set()
 
     watching = threading.Thread(target=watch)
@@ -163,6 +167,31 @@ def test_ranks_that_wait_for_a_long_write_see_its_progress(tmp_path: Path, monke
     assert min(found) > 5, found
     assert signs == [0, 0, 0]
     assert CheckpointStore(tmp_path / "checkpoints", 1).newest_whole(fail) is not None
+
+
+def test_the_loss_of_a_rank_ends_the_wait_for_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "ROUND_SECONDS", 0.05)
+    monkeypatch.setattr(writer, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(writer.staging, "_LAST_SECONDS", 0.1)
+    first, other = make_worlds(2)
+    warnings: list[str] = []
+
+    def one(world: World) -> None:
+        saver = Saver(CheckpointStore(tmp_path, 1), world, warnings.append)
+        begun = saver.begin(1)
+        assert begun is not None
+        if world is other:  # which never writes
+            return
+        saver.save(Snapshot(1, {MODEL: whole({"w": torch.ones(3)})}, {"step": 1}, writers=begun.writers), begun)
+        lost = ConnectionError("rank 1 is lost")
+        monkeypatch.setattr(world, "all_reduce_", lambda *_: (_ for _ in ()).throw(lost))
+        with pytest.raises(ConnectionError, match="rank 1 is lost"):
+            saver.wait()
+        saver.end()
+
+    assert on_ranks([first, other], one) == [None, None]
+    (warning,) = warnings
+    assert "rank 1 has not written its part" in warning and not CheckpointStore(tmp_path, 1).steps()
 
 
 FULL = """

@@ -13,11 +13,12 @@ import pytest
 from commands import command
 
 from hvd_transformer import folder_lock
+from hvd_transformer.cli import sweep_runners
 from hvd_transformer.cli.sweep import sweep
 from hvd_transformer.cli.sweep_runners import Launched, Queued
 from hvd_transformer.config import load
 from hvd_transformer.errors import UserError
-from hvd_transformer.service.remote.client import Client, Refused
+from hvd_transformer.service.remote.client import Busy, Client, Refused
 from hvd_transformer.sweep.definition import Sweep, read_sweep
 from hvd_transformer.sweep.results import table, write_results
 from hvd_transformer.sweep.run import Task, TrialStopped, run_sweep
@@ -265,45 +266,61 @@ def test_a_job_whose_submission_was_interrupted_is_taken_over(state: str, tmp_pa
     assert (trial.job, service.submitted) == ((7, []) if state == "RUNNING" else (100, ["trial-001"]))
 
 
-def test_trials_that_the_service_does_not_take_yet_follow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trials_that_the_service_does_not_take_yet_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A user may have two jobs in the queue; each of them begins with the next look, and the last one ends."""
+    monkeypatch.setattr(sweep_runners, "POLL_SECONDS", 0.01)
     tasks = [
         Task(Trial(number, {}), [f"output_dir={tmp_path}/{number}"], tmp_path / f"{number}") for number in range(1, 6)
     ]
 
     class OfTwo(FakeService):
-        """A user may have two jobs in the queue. Each looks at as many jobs as have been submitted."""
+        refusals = 0
 
         def submit(self, request: dict[str, Any]) -> dict[str, Any]:
-            if len(self.submitted) - len(ended) >= 2:
-                raise Refused(400, "ana has 2 jobs in the queue and may have 2; 1 more are too many")
+            if len(self.submitted) == 2 * (self.refusals + 1):
+                self.refusals += 1
+                if self.refusals == 2:
+                    raise Busy(503, "the service has too much to do")
+                raise Refused(429, "ana has 2 jobs in the queue and may have 2; 1 more are too many")
             return super().submit(request)
 
-    ended: list[tuple[Task, int]] = []
     service = OfTwo({})
-    for pair in Queued(cast(Client, service), 1, []).run(tasks, lambda: None):
-        ended.append(pair)
-    assert ended == [(task, 0) for task in tasks]
+    found = list(Queued(cast(Client, service), 1, []).run(tasks, lambda: None))
+    assert sorted(task.trial.number for task, code in found if code == 0) == [1, 2, 3, 4, 5]
+    assert service.submitted == [task.trial.name for task in tasks] and service.refusals == 2
     refusal = "ana has 2 jobs in the queue and may have 2; 1 more are too many"
-    told = f"hvd-transformer: {refusal}; trial-003 waits until another trial has ended\n"
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == f"hvd-transformer: {refusal}; trial-003 waits\n"
 
 
+def test_another_refusal_ends_the_sweep(tmp_path: Path) -> None:
+    class Refuses(FakeService):
+        def submit(self, request: dict[str, Any]) -> dict[str, Any]:
+            if self.submitted:
+                raise Refused(422, "output_dir: job 1 uses it")
+            return super().submit(request)
+
+    tasks = [Task(Trial(number, {}), [f"output_dir={tmp_path}/{number}"], tmp_path / f"{number}") for number in (1, 2)]
+    with pytest.raises(Refused, match="job 1 uses it"):
+        list(Queued(cast(Client, Refuses({})), 1, []).run(tasks, lambda: None))
+
+
+@pytest.mark.parametrize(("code", "key"), [(2, "refused"), (1, "lost"), (3, "lost")])
 def test_a_launcher_that_cannot_use_hosts_ends_the_sweep_and_fails_no_trial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    how = json.dumps({"refused": {}, "lost": {}})
     launcher = tmp_path / "launcher"
-    launcher.write_text(
-        "#!/bin/sh\n"
-        """[ -n "$REFUSED" ] && echo '{"refused": {"h2": "away"}}' > "$HVD_TRANSFORMER_EXIT_FILE"\n"""
-        "exit 2\n"
-    )
+    launcher.write_text(f'#!/bin/sh\necho "$HOW" > "$HVD_TRANSFORMER_EXIT_FILE"\nexit {code}\n')
     launcher.chmod(0o755)
     runner = Launched(1, [], None)
     runner._words = [str(launcher)]
     task = Task(Trial(1, {}), [], tmp_path / "trial-001")
-    assert list(runner.run([task], lambda: None)) == [(task, 2)]  # wrong input
-    monkeypatch.setenv("REFUSED", "1")
-    with pytest.raises(UserError, match="trial-001: h2 cannot be used; run the same command to resume when it can"):
+    monkeypatch.setenv("HOW", how)
+    assert list(runner.run([task], lambda: None)) == [(task, code)]  # the trial's own
+    monkeypatch.setenv("HOW", json.dumps({**json.loads(how), key: {"h2": "away"}}))
+    with pytest.raises(UserError, match="trial-001: hosts that cannot be used: h2; run the same command to resume"):
         list(runner.run([task], lambda: None))
 
 

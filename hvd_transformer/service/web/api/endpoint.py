@@ -4,6 +4,7 @@ import gzip
 import sqlite3
 from collections.abc import Awaitable, Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Any, TypeVar, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.service.storage.job_table import QueueFull
 from hvd_transformer.service.storage.tokens import Role
 from hvd_transformer.service.web.access.authentication import Authentication, User
 from hvd_transformer.service.web.access.security import failure
@@ -92,6 +94,8 @@ def _json(answer: BaseModel, status: int, request: Request) -> Response:
 
 def _refusal(error: UserError, status: int) -> Response:
     """A fault of the database, such as a full disk, is not the client's."""
+    if isinstance(error, QueueFull):
+        status = HTTPStatus.TOO_MANY_REQUESTS
     return failure(503 if isinstance(error.__cause__, sqlite3.Error) else status, str(error))
 
 

@@ -12,6 +12,7 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.service.jobs import ACTIVE, ENDED, Cause, Host, Job, Needs, State
 from hvd_transformer.service.scheduling.snapshot import Waiting
 from hvd_transformer.service.storage import job_rows
+from hvd_transformer.service.storage.job_table import QueueFull
 from hvd_transformer.service.storage.settings import Limits
 from hvd_transformer.service.storage.store import Store
 
@@ -142,8 +143,11 @@ def test_what_a_job_is_stopped_for_stays_but_for_a_cancel(store: Store) -> None:
 def test_limits_of_the_queue(store: Store) -> None:
     store.set_limits(Limits(max_queued=3, max_slots=4))
     store.add_jobs([new_job("a"), new_job("b", held=True)])
-    with pytest.raises(UserError, match="^ann has 2 jobs in the queue and may have 3; 2 more are too many$"):
+    with pytest.raises(QueueFull, match="^ann has 2 jobs in the queue and may have 3; 2 more are too many$"):
         store.add_jobs([new_job("c"), new_job("d")])
+    with pytest.raises(UserError, match="may have 3; 4 more are too many$") as never:
+        store.add_jobs([new_job(name) for name in "cdef"])
+    assert type(never.value) is UserError  # there will be no room later either
     finish(store, 1)
     store.add_jobs([new_job("c"), new_job("d")])
     store.add_jobs([new_job("e", owner="ben")])

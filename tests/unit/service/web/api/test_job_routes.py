@@ -10,6 +10,7 @@ import pytest
 from web_service import AgreeingChecker, Running, running
 
 from hvd_transformer.service.jobs import Placement, State
+from hvd_transformer.service.storage.settings import Limits
 from hvd_transformer.service.storage.tokens import Role
 from hvd_transformer.service.web.api import job_routes
 
@@ -47,6 +48,15 @@ def test_the_allocation_and_attempts_of_a_running_job(service: Running) -> None:
     assert shown["allocation"] == where
     (attempt,) = shown["attempts"]
     assert (attempt["number"], attempt["began"], attempt["ended"], attempt["allocation"]) == (1, 50.0, None, where)
+
+
+def test_a_full_queue_is_told_from_a_wrong_request(tmp_path: Path) -> None:
+    with running(tmp_path) as service:
+        service.store.set_limits(Limits(max_queued=1))
+        token = service.token("ann")
+        service.submit(token)
+        answer = service.request("POST", JOBS, {"folder": "/"}, token=token)
+    assert (answer.status, answer.error) == (429, "ann has 1 jobs in the queue and may have 1; 1 more are too many")
 
 
 def test_a_request_that_is_sent_again_adds_nothing(service: Running) -> None:
