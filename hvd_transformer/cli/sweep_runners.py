@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 
 _NOT_FOUND, _QUEUE_FULL = 404, 429
+_LONGEST_PAUSE = 80.0  # seconds between two attempts to submit, each of which makes the service check a configuration
 
 # Options of `launch` that make it another thing than one training to wait for; the sweep's `ranks` are its -np.
 _NOT_FOR_TRIALS = {"num_ranks", "detach", "dry_run", "scheduler", "output", "image", "memory_gib", "settings"}
@@ -135,14 +136,13 @@ class Queued:
         self._client, self._ranks, self._options = client, ranks, list(options)
 
     def run(self, tasks: Sequence[Task], begun: Callable[[], None]) -> Iterator[tuple[Task, int]]:
-        waiting, by_job, told = deque(tasks), dict[int, Task](), False
+        waiting, by_job, pause = deque(tasks), dict[int, Task](), 0.0
         unfinished = self._unfinished(tasks)
         while (refusal := self._begin(waiting, by_job, unfinished, begun)) is not None:
-            if not told:
+            if not pause:
                 show_error("hvd-transformer", f"{refusal}; {waiting[0].trial.name} waits")
-            told = True
-            time.sleep(POLL_SECONDS)
-            for job in self._ended(list(by_job)):
+            pause = min(max(2 * pause, POLL_SECONDS), _LONGEST_PAUSE)
+            for job in self._ended_within(pause, list(by_job)):
                 yield _result(by_job.pop(job["id"]), job)
         for job in ends(self._client, list(by_job)):
             yield _result(by_job[job["id"]], job)
@@ -168,15 +168,25 @@ class Queued:
             by_job[task.trial.job] = waiting.popleft()
         return None
 
-    def _ended(self, jobs: list[int]) -> Iterator[dict[str, Any]]:
+    def _ended_within(self, seconds: float, jobs: list[int]) -> list[dict[str, Any]]:
+        """The first of the jobs that end within so many seconds: each makes room for another."""
+        until = time.monotonic() + seconds
+        while True:
+            time.sleep(POLL_SECONDS)
+            if (found := self._ended(jobs)) or time.monotonic() >= until:
+                return found
+
+    def _ended(self, jobs: list[int]) -> list[dict[str, Any]]:
         """Those of the jobs that have ended, as far as the service answers."""
         from hvd_transformer.service.jobs import ENDED
         from hvd_transformer.service.remote.client import Busy, NoService
 
+        found = []
         with suppress(NoService, Busy):
             for number in perhaps_ended(self._client, jobs):
                 if (job := self._client.get(f"jobs/{number}"))["state"] in ENDED:
-                    yield job
+                    found.append(job)
+        return found
 
     def _unfinished(self, tasks: Sequence[Task]) -> dict[Path, int]:
         """The sweep's jobs that have not ended, by run directory: the answer to a request may not have arrived."""

@@ -294,6 +294,38 @@ def test_trials_that_the_service_does_not_take_yet_follow(
     assert capsys.readouterr().err == f"hvd-transformer: {refusal}; trial-003 waits\n"
 
 
+def test_a_sweep_that_waits_for_room_asks_ever_more_seldom_until_a_trial_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt makes the service check a configuration; the queue is full for an hour, then the first trial ends."""
+    now, attempts = 0.0, list[float]()
+
+    class Clock:
+        def monotonic(self) -> float:
+            return now
+
+        def sleep(self, seconds: float) -> None:
+            nonlocal now
+            now += seconds
+
+    class Full(FakeService):
+        def get(self, page: str) -> dict[str, Any]:
+            return {**super().get(page), "state": "SUCCEEDED" if now > 3600 else "RUNNING"}
+
+        def submit(self, request: dict[str, Any]) -> dict[str, Any]:
+            if self.submitted:
+                attempts.append(now)
+                if now <= 3600:
+                    raise Refused(429, "the queue is full")
+            return super().submit(request)
+
+    monkeypatch.setattr(sweep_runners, "time", Clock())
+    tasks = [Task(Trial(number, {}), [f"output_dir={tmp_path}/{number}"], tmp_path / f"{number}") for number in (1, 2)]
+    assert len(list(Queued(cast(Client, Full({})), 1, []).run(tasks, lambda: None))) == 2
+    assert attempts[:5] == [0, 5, 15, 35, 75] and len(attempts) < 55
+    assert attempts[-1] == 3605  # with the next look after the end
+
+
 def test_another_refusal_ends_the_sweep(tmp_path: Path) -> None:
     class Refuses(FakeService):
         def submit(self, request: dict[str, Any]) -> dict[str, Any]:
