@@ -248,6 +248,26 @@ def test_a_folder_of_another_user(folder: Path, words: str, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["config", "diff", "a" * 300, "run"], "File name too long"),
+        (["attach", "a" * 300], "File name too long"),
+        (["stop", "text.txt"], "text.txt: no such run directory"),
+    ],
+)
+def test_a_path_that_cannot_be(folder: Path, words: list[str], said: str) -> None:
+    assert refused([BIN / "hvd-transformer", *words], folder).endswith(said)
+
+
+@pytest.mark.parametrize("words", [["hvd-train", "--help"], ["hvd-transformer", "launch", "--help"]])
+def test_help_on_a_terminal_without_unicode(words: list[str]) -> None:
+    environment = rank_environment() | {"PYTHONIOENCODING": "iso-8859-1"}
+    done = subprocess.run([BIN / words[0], *words[1:]], env=environment, capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"Usage: " + words[0].encode() in done.stdout
+
+
 def test_output_to_a_full_disk(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([BIN / "hvd-train", "--print-config"], stdout=full, stderr=subprocess.PIPE, text=True)

@@ -222,7 +222,7 @@ def test_bad_input_gets_one_line(folder: Path, tmp_path: Path) -> None:
         "--format",
         "transformers",
     ]
-    assert "is a Hugging Face folder already; leave out --format" in run("hvd-transformer", *words, code=2)
+    assert "is a Hugging Face folder already, which converters of" in run("hvd-transformer", *words, code=2)
     assert not (tmp_path / "again").exists()
     (tmp_path / "rows.csv").write_text("label,text\n" + "good,a clean room\nbad,no sleep\n" * 12)
     settings = [f"data.source={tmp_path / 'rows.csv'}", f"data.cache_dir={tmp_path}", f"output_dir={tmp_path / 'run'}"]

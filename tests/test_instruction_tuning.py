@@ -23,7 +23,8 @@ PROMPT = "was the room good"
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("chats")
     write_chat_model(found / "gpt")
-    write_chat_model(found / "llama", MARKED, "llama")
+    generation = write_chat_model(found / "llama", MARKED, "llama") / "generation_config.json"
+    generation.write_text(json.dumps({**json.loads(generation.read_text()), "do_sample": True, "temperature": 0.6}))
     for split, number in {"train": 24, "valid": 5, "test": 6}.items():
         write_conversations(found / "data" / f"{split}.jsonl", conversations(number, number))
     return found
@@ -150,6 +151,24 @@ def test_adapters_are_peft_s_and_can_be_merged(runs: dict[str, Path], root: Path
     again = output("hvd-transformer", "export", adapters, root / "merged-later", "--merge")
     assert again.strip() == str(root / "merged-later")
     assert "has no adapters" in output("hvd-transformer", "export", runs["whole"], root / "none", "--merge", code=2)
+
+
+@pytest.mark.parametrize(("name", "form"), [("own", ["--format", "transformers"]), ("lora", ["--merge"])])
+def test_exports_generate_as_the_folder_says(
+    runs: dict[str, Path], root: Path, tmp_path: Path, name: str, form: list[str]
+) -> None:
+    output("hvd-transformer", "export", runs[name], tmp_path / "native")
+    output("hvd-transformer", "export", runs[name], tmp_path / "theirs", *form)
+    if name == "own":  # also by way of our own format
+        output("hvd-transformer", "export", tmp_path / "native", tmp_path / "again", *form)
+    for folder in [tmp_path / "theirs", *([tmp_path / "again"] if name == "own" else [])]:
+        generation = transformers.GenerationConfig.from_pretrained(folder)
+        assert (generation.do_sample, generation.temperature) == (True, 0.6)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        assert tokenizer.pad_token_id is not None and tokenizer.eos_token_id == config.eos_token_id
+        if name == "own":
+            assert config.pad_token_id == tokenizer.pad_token_id
 
 
 @pytest.mark.parametrize(

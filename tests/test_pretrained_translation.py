@@ -3,11 +3,17 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from commands import output as run
 from huggingface import write_gpt, write_marian, write_nllb
 from test_using import WORDS, sentences
+
+from hvd_transformer.config.schema import TranslationConfig
+from hvd_transformer.data.load_tokenizer import load_tokenizer
+from hvd_transformer.data.pair_tokenizer import PairTokenizer
+from hvd_transformer.inference.predict import translate_texts
 
 transformers = pytest.importorskip("transformers")
 
@@ -103,6 +109,24 @@ def test_metrics_are_those_of_the_translations(trained: Path) -> None:
     found = json.loads(run("hvd-transformer", "evaluate", trained / "run", "--json"))["metrics"]
     assert found == pytest.approx({name: summary[f"valid_{name}"] for name in found})
     assert {"loss", "bleu", "chrf"} <= found.keys()
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_a_translation_does_not_depend_on_the_others_of_its_batch(trained: Path, beam: int) -> None:
+    """Batches differ with the number of ranks. Random weights never end a sentence: its own limit does."""
+    tokenizer = load_tokenizer(trained / "run" / "checkpoints" / "latest", "target-")
+    assert isinstance(tokenizer, PairTokenizer)
+    _, model = loaded(trained / "model")
+    model.double()
+    sources = [np.array(range(9, 9 + length), np.uint32) for length in (2, 5, 9)]
+    limits = [2 * len(own) + 10 for own in sources]
+
+    def translated(own: list[np.ndarray], **more: int) -> list[str]:
+        return translate_texts(model, 200, tokenizer, own, TranslationConfig(beam=beam), **more)
+
+    together = translated(sources)
+    assert together == [text for own in sources for text in translated([own])]
+    assert together == [translated([own], target_length=limit)[0] for own, limit in zip(sources, limits, strict=True)]
 
 
 def test_wrong_input_gets_one_line(trained: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def export(checkpoint: Path, folder: Path, form: str, merge: bool) -> None:
     transformers.
     """
     if merge and form != "native":
-        raise UserError(f"--merge: not with --format {form}; export the merged folder again")
+        raise UserError(f"--merge: not with --format {form}; it writes a folder that other programs' converters read")
     options.check_checkpoint(checkpoint)
     from hvd_transformer.inference.export import export as export_model
 

@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import io
 import os
 import sys
 from importlib import import_module
@@ -14,8 +15,11 @@ from hvd_transformer.errors import WRONG_INPUT, UserError
 def run(command: click.Command, name: str) -> None:
     """Run `command` on this process's arguments and exit; invalid input gives one line on stderr and exit code 2.
 
-    So does a file of another user that a command does not expect. Output to a full disk gives exit code 1.
+    So does a path that cannot be, or another user's file, that a command does not expect. Output to a full disk gives
+    exit code 1.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # help has more than Latin-1
     try:
         sys.exit(command.main(prog_name=name, standalone_mode=False))
     except UserError as error:
@@ -35,7 +39,8 @@ def run(command: click.Command, name: str) -> None:
         if error.errno == errno.ENOSPC:
             show(name, "the output cannot be written: " + _described(error))
             sys.exit(1)
-        if not isinstance(error, PermissionError) or error.filename is None:
+        is_path = isinstance(error, (PermissionError, NotADirectoryError)) or error.errno == errno.ENAMETOOLONG
+        if not is_path or error.filename is None:
             raise
         show(name, _described(error))
         sys.exit(WRONG_INPUT)

@@ -43,7 +43,7 @@ def sweep(file: Path, server: str | None, local: bool, retry_failed: bool, as_js
     runner = runner_of(chosen, server, local=local, silent=as_json)
 
     def show(trial: Trial, max_steps: int | None) -> None:
-        at = "" if max_steps is None else f" at step {max_steps}"
+        at = "" if max_steps is None else f" at step {trial.steps or max_steps}"
         result = "failed" if trial.failed else f"{chosen.metric} {trial.value:.6g}"
         values = " ".join(chosen.settings_of(trial.values)[len(chosen.settings) :])
         click.echo(f"{trial.name}{at}: {result}  ({values})", err=as_json)

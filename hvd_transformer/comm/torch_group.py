@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,11 @@ class TorchWorld:
     has its own communicator. Within a stage the schedule fixes the order. On GPUs a stage's sum then waits for the same
     sum of the other ranks and never for another stage's, whose kernels run in other streams.
 
-    A process has one such world at a time. `close` ends it, and so do the end of the process and of the last reference.
+    A process has one such world at a time. `close` ends it, and so do the next one and the end of the process and of
+    the last reference.
     """
+
+    _end_last: ClassVar[Callable[[], object]] = staticmethod(lambda: None)
 
     def __init__(self, world: World, group: Group, backend: str, devices: Sequence[torch.device]) -> None:
         """Collective over `world`, whose ranks have a `group` each; `backend` is "gloo" or "nccl".
@@ -55,16 +58,21 @@ class TorchWorld:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         # A lost rank ends the communicator, and the next collective raises; by default it ends the process.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        TorchWorld._end_last()  # a job that failed before may have left it
         address = _address(interface, world.host)
         server = agree(world, lambda: _serve(address, on_one=interface is not None) if group.rank == 0 else None)
         address, port = group.broadcast_object([address, server and server.port])
         agree(world, lambda: _join(group, backend, server or _connect(address, port)))
-        self.close = weakref.finalize(self, _end, world.link)
+        self._end = TorchWorld._end_last = weakref.finalize(self, _end, world.link)
         # Connected here, one after the other: in the threads of the stages, two could wait for one another.
         self.communicators = [
             agree(world, lambda device=device: TorchGroup(world.link, group, device))  # type: ignore[misc]
             for device in devices
         ]
+
+    def close(self) -> None:
+        """End the communicators. Whoever keeps this method keeps them alive."""
+        self._end()
 
 
 class TorchGroup:
@@ -175,7 +183,7 @@ def _connect(address: str, port: int) -> Any:
 def _join(group: Group, backend: str, store: Any) -> None:
     try:
         dist.init_process_group(backend, store=store, rank=group.rank, world_size=group.size, timeout=_CONNECT)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # the latter where code of the user's has opened a world of its own
         raise UserError(f"torch.distributed over {backend}: ranks cannot connect: {_first_sentence(error)}") from None
 
 

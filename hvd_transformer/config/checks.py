@@ -77,6 +77,12 @@ def _check_translation_keys(config: Config) -> None:
                 f"model.{key}={str(value).lower()}: only with task=translation, not task={config.task}; leave it at "
                 f"{str(default).lower()}"
             )
+    for key, field in type(config.translation).model_fields.items():
+        if (value := getattr(config.translation, key)) != field.default:
+            raise UserError(
+                f"translation.{key}={value}: only with task=translation, not task={config.task}; leave it at "
+                f"{field.default}"
+            )
 
 
 def _check_lengths(config: Config) -> None:
@@ -145,6 +151,8 @@ def _check_rope(model: ModelConfig) -> None:
             )
         if isinstance(value, str) or not 0 < value < math.inf:
             raise UserError(f"model.rope_scaling: {key}={value}: must be a number above 0")
+        if key == "original_max_position_embeddings" and value % 1:
+            raise UserError(f"model.rope_scaling: {key}={value}: must be a whole number")
     if kind == "llama3" and float(scaling["high_freq_factor"]) <= float(scaling["low_freq_factor"]):
         raise UserError("model.rope_scaling: high_freq_factor must be above low_freq_factor")
 

@@ -126,8 +126,8 @@ def _refuse(origin: str, found: Mapping[str, Any], key: str, is_other: bool, wan
 
 
 def _rope(found: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """`rope_theta` and `rope_scaling`; transformers 5 writes both into `rope_parameters`."""
-    given = dict(found.get("rope_parameters") or found.get("rope_scaling") or {})
+    """`rope_theta` and `rope_scaling`; transformers 5 writes both into `rope_parameters` and prefers `rope_scaling`."""
+    given = dict(found.get("rope_scaling") or found.get("rope_parameters") or {})
     theta = float(given.pop("rope_theta", None) or found.get("rope_theta") or 10000.0)
     kind = given.pop("rope_type", given.pop("type", "default"))
     given.pop("type", None)

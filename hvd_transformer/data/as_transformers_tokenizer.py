@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from hvd_transformer.data.pretrained_tokenizer import CONFIG, PretrainedTokenizer
+from hvd_transformer.data.pretrained_tokenizer import CLASS, CONFIG, PretrainedTokenizer
 from hvd_transformer.data.tokenizers import (
     BASIC_ENGLISH,
     DOCUMENT_END,
@@ -21,7 +21,6 @@ _SEPARATORS = "[\\x1c-\\x1f]"
 # At the end of a word, where Python's lower() writes ς and the library σ (Unicode 15.0, section 3.13, Final_Sigma).
 _CASED = r"[\p{Cased}&&[^\p{Case_Ignorable}]]"
 _FINAL_SIGMA = rf"(?<={_CASED}\p{{Case_Ignorable}}*)Σ(?!\p{{Case_Ignorable}}*{_CASED})"
-_CLASS = "PreTrainedTokenizerFast"  # reads tokenizer.json as it is
 
 
 def transformers_files(tokenizer: Tokenizer, max_length: int) -> dict[str, str]:
@@ -33,9 +32,9 @@ def transformers_files(tokenizer: Tokenizer, max_length: int) -> dict[str, str]:
         if "tokenizer_class" in config:
             return files
         # Without one transformers takes the class of the model's family, which may split text in its own way.
-        return files | {CONFIG: json.dumps(config | {"tokenizer_class": _CLASS}, indent=2, ensure_ascii=False) + "\n"}
+        return files | {CONFIG: json.dumps(config | {"tokenizer_class": CLASS}, indent=2, ensure_ascii=False) + "\n"}
     config = {  # no unk_token: transformers would find it in texts, and tokenizer.json has it
-        "tokenizer_class": _CLASS,
+        "tokenizer_class": CLASS,
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
     }

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +21,8 @@ from hvd_transformer.huggingface import from_folder
 Messages = Sequence[Mapping[str, Any]]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ANSWER = "hvd-answer"  # which no template writes itself
+_TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_DATE = datetime(2024, 7, 26)  # of the data, in templates that ask for today's: what Llama 3.2's has without a clock
 
 
 class ChatTemplate:
@@ -42,6 +45,11 @@ class ChatTemplate:
     def text(self) -> str:
         return str(self._theirs.chat_template)
 
+    @cached_property
+    def _undated(self) -> str:
+        """The template without a clock, else the same conversations would have other tokens tomorrow."""
+        return _TODAY.sub(lambda found: json.dumps(_DATE.strftime(found[2])), self.text)
+
     @property
     def special_tokens(self) -> dict[str, str]:
         """Special tokens that the template may name, such as eos_token."""
@@ -49,7 +57,7 @@ class ChatTemplate:
 
     def prompt(self, messages: Messages) -> Ids:
         """The token numbers [T] that the assistant's next message follows. Raises `ValueError`."""
-        return self.tokenizer.encode(self._render(messages, add_generation_prompt=True))
+        return self.tokenizer.encode(self._render(messages, add_generation_prompt=True, chat_template=self.text))
 
     @cached_property
     def turn_end(self) -> int | None:
@@ -103,7 +111,7 @@ class ChatTemplate:
 
     def _call(self, messages: Messages, **options: Any) -> Any:
         try:
-            return self._theirs.apply_chat_template(messages, **options)
+            return self._theirs.apply_chat_template(messages, **{"chat_template": self._undated, **options})
         except Exception as error:  # what a template raises
             said = str(error).strip().splitlines() or [type(error).__name__]
             raise ValueError(f"the chat template fails: {said[0]}") from None

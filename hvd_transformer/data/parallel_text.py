@@ -6,10 +6,16 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
-from hvd_transformer.config.schema import DataConfig
-from hvd_transformer.data.build_once import ShouldStop
 from hvd_transformer.data.sacrebleu_sets import PREFIX, sacrebleu_files
-from hvd_transformer.data.splits import ExampleFiles, Files, RawExample, Reader, find_splits, first_file
+from hvd_transformer.data.splits import (
+    ExampleFiles,
+    ExampleSource,
+    Files,
+    RawExample,
+    Reader,
+    find_splits,
+    first_file,
+)
 from hvd_transformer.data.text_files import read_lines
 from hvd_transformer.errors import UserError
 
@@ -19,10 +25,6 @@ _TABS = ("{}.tsv", "{}.tsv.gz")
 class PairFiles(ExampleFiles):
     """The two files of each split, source first, or its single tab-separated file."""
 
-    def __init__(self, config: DataConfig, should_stop: ShouldStop = lambda: False) -> None:
-        super().__init__(config)
-        self.should_stop = should_stop  # for a test set that is downloaded
-
     def find(self, folder: Path) -> dict[str, Files]:
         found = find_splits(self.stems, lambda stem: self._named(folder, stem))
         if (self.config.test or "").startswith(PREFIX):
@@ -30,6 +32,12 @@ class PairFiles(ExampleFiles):
         if "test" not in found and not self.config.test and (files := self._other_test(folder)):
             found["test"] = files
         return found
+
+    def open_split(self, path: Path, wanted: str | None) -> ExampleSource:
+        if (self.config.test or "").startswith(PREFIX):  # of the training data, not of these
+            config = self.config.model_copy(update={"test": None})
+            return type(self)(config, self.should_stop).open_split(path, wanted)
+        return super().open_split(path, wanted)
 
     def reader(self, files: Files) -> Reader:
         if len(files) == 1:
@@ -50,6 +58,8 @@ class PairFiles(ExampleFiles):
         names = (file.name.removesuffix(".gz") for file in folder.glob("test*"))
         stems = {name.removesuffix(ending) for name in names if name.endswith(ending)}
         stems |= {file.name.partition("-src.")[0] for file in folder.glob(f"test*-src{ending}.sgm")}
+        tabbed = (file.name for end in _TABS for file in folder.glob(end.format("test*")))
+        stems |= {name.removesuffix(".gz").removesuffix(".tsv") for name in tabbed}
         if len(stems) > 1:
             choices = " or data.test=".join(sorted(stems))
             raise UserError(f"{folder}: several test splits; choose with data.test={choices}")

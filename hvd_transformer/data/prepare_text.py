@@ -9,9 +9,10 @@
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,11 @@ from hvd_transformer.data.tokenizers import Tokenizer, WordTokenizer
 from hvd_transformer.data.words import WordEncoder, parts
 from hvd_transformer.errors import UserError
 
+Tokens = NDArray[np.unsignedinteger[Any]]
 FORMAT = 1  # of a prepared corpus; another number prepares all of them anew
 _FORMAT_WITH_END = 2  # of those whose learned tokenizer has an end token: `</s>` in a text was one in format 1
 SAVED_BYTES = 64 * 2**20  # of text: a kill loses no more work
+_GROUP_BYTES = 2**20  # of text in small pieces, such as whole files, that are encoded together
 
 
 def prepare_corpus(
@@ -148,8 +151,11 @@ class _TextWriter:
         if isinstance(tokenizer, WordTokenizer) and is_native:
             encoded = self.context.thread_map(WordEncoder(text.libraries, tokenizer, dtype), pieces())
         else:
-            encoded = self.context.map(partial(_encode, tokenizer, dtype), pieces())
+            groups = self.context.map(partial(_encode_all, tokenizer, dtype), _grouped(pieces()))
+            encoded = chain.from_iterable(groups)
         for tokens in encoded:
+            if isinstance(tokens, UserError):
+                raise tokens
             yield *sizes.popleft(), tokens
 
 
@@ -165,7 +171,36 @@ def _amount(text: CorpusPieces) -> str:
     return f"{size} of text" if shards is None else f"{size} in {len(shards)} files"
 
 
-def _encode(tokenizer: Tokenizer, dtype: str, piece: Piece | Rows) -> NDArray[np.unsignedinteger[Any]]:
+def _grouped(pieces: Iterable[Piece | Rows]) -> Iterator[list[Piece | Rows]]:
+    """Small pieces together: each item for another process takes a copy of the tokenizer along."""
+    group, size = list[Piece | Rows](), 0
+    try:
+        for piece in pieces:
+            group.append(piece)
+            size += piece.size
+            if size >= _GROUP_BYTES:
+                yield group
+                group, size = [], 0
+    except Exception:  # what was read before an error, or a stop, is kept, too
+        if group:
+            yield group
+        raise
+    if group:
+        yield group
+
+
+def _encode_all(tokenizer: Tokenizer, dtype: str, pieces: Sequence[Piece | Rows]) -> list[Tokens | UserError]:
+    """The tokens of each piece, up to the first one that is wrong."""
+    found: list[Tokens | UserError] = []
+    try:
+        for piece in pieces:
+            found.append(_encode(tokenizer, dtype, piece))
+    except UserError as error:
+        found.append(error)
+    return found
+
+
+def _encode(tokenizer: Tokenizer, dtype: str, piece: Piece | Rows) -> Tokens:
     if isinstance(piece, Piece) and piece.column is None:
         return tokenizer.encode(piece.text()).astype(dtype)
     end = np.array([tokenizer.document_end])

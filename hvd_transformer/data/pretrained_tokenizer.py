@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvd_transformer.data.convert_tokenizer import convert
-from hvd_transformer.data.tokenizers import Ids, Tokenizer, sha256
+from hvd_transformer.data.tokenizers import Ids, Tokenizer, encode_all, sha256
 from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import from_folder, origin
 
@@ -21,7 +21,9 @@ _FILES = ("tokenizer.json", CONFIG, _MAP, _TEMPLATE)
 _TOKENS = ("bos_token", "eos_token", "pad_token")
 _END = "<|endoftext|>"  # of GPT-2 and others, some of whose folders do not name it
 # Keys that tell how it was read, not what it is.
-_READ_KEYS = ("is_local", "local_files_only", "name_or_path")
+_READ_KEYS = ("backend", "is_local", "local_files_only", "name_or_path")
+# The class that reads tokenizer.json as it is: its name in transformers 5, which older versions do not know, and theirs.
+_CLASS_5, CLASS = "TokenizersBackend", "PreTrainedTokenizerFast"
 
 
 class PretrainedTokenizer(Tokenizer):
@@ -37,6 +39,9 @@ class PretrainedTokenizer(Tokenizer):
 
         self._files = dict(files)
         self.config = _read_object(CONFIG, files[CONFIG])
+        if self.config.get("tokenizer_class") == _CLASS_5:
+            self.config["tokenizer_class"] = CLASS
+            self._files[CONFIG] = _config_text(self.config)
         self._map = _read_object(_MAP, files.get(_MAP, "{}"))
         self.model = Model.from_str(files["tokenizer.json"])
         self.model.no_padding()
@@ -139,8 +144,7 @@ class PretrainedTokenizer(Tokenizer):
         return np.array(self.model.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def encode_texts(self, texts: Sequence[str]) -> list[Ids]:
-        encodings = self.model.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        return list(encode_all(self.model, texts))
 
     @property
     def document_end(self) -> int | None:

@@ -16,6 +16,7 @@ import yaml
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.build_once import PrepareContext, ShouldStop, Stopped, build_once
 from hvd_transformer.data.in_thread import in_thread
+from hvd_transformer.data.splits import real_path
 from hvd_transformer.errors import UserError
 
 CONNECT_SECONDS = 10.0
@@ -47,7 +48,7 @@ def source_path(config: DataConfig, table: Mapping[str, Published], context: Pre
     path = Path(config.source).expanduser()
     try:
         if path.exists():
-            return path.resolve()
+            return real_path(path)
     except OSError as error:
         raise UserError(f"data.source={config.source}: cannot be read: {error.strerror}") from None
     if config.source in table:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import compress, islice
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_transformer.config.schema import DataConfig
+from hvd_transformer.data.build_once import ShouldStop, Stopped
 from hvd_transformer.data.sampler import Permutation
 from hvd_transformer.errors import UserError
 
@@ -23,6 +25,7 @@ WHOLE = "data"  # the split's name when a single file is evaluated as a whole
 SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "val", "validation", "dev"), "test": ("test",)}
 _SHUFFLE = 5  # keeps the random split independent of the order of the epochs
 _CHUNK = 2**16  # rows whose splits are worked out at a time
+_COUNTED = 2**12  # rows that are counted between two looks at a request to stop
 _MOST_DEFLATED = 1032  # gzip makes a text no smaller than by this factor
 
 
@@ -115,8 +118,8 @@ ExampleSource = Source[Reader]
 class ExampleFiles(ABC):
     """One way to store examples: which files of a folder hold each split, and how they are read."""
 
-    def __init__(self, config: DataConfig) -> None:
-        self.config = config
+    def __init__(self, config: DataConfig, should_stop: ShouldStop = lambda: False) -> None:
+        self.config, self.should_stop = config, should_stop
 
     @abstractmethod
     def find(self, folder: Path) -> dict[str, Files]:
@@ -149,34 +152,52 @@ class ExampleFiles(ABC):
 
         Raises `UserError` with what is missing and what is allowed.
         """
-        if path.is_file():
-            check_no_names(self.config, f"{path} is one file, which data.split splits")
-            splits = split_at_random(self.reader((path,)), self.config.split, seed, path)
-            identity = {"file": file_identity(path), "split": self.config.split, "seed": seed}
-            return ExampleSource(_stem(path), {**identity, **self.settings}, splits, _most_bytes((path,)))
-        files = self.find(path)
-        for split in SPLITS:
-            if split not in files and (split != "test" or self.config.test):
-                raise UserError(f"{path}: no {split} split; it must hold {self.accepted(path, split)}")
-        return self._source(path, files)
+        with readable(path):
+            if path.is_file():
+                check_no_names(self.config, f"{path} is one file, which data.split splits")
+                splits = split_at_random(self.reader((path,)), self.config.split, seed, path, self.should_stop)
+                identity = {"file": file_identity(path), "split": self.config.split, "seed": seed}
+                return ExampleSource(_stem(path), {**identity, **self.settings}, splits, _most_bytes((path,)))
+            files = self.find(path)
+            for split in SPLITS:
+                if split not in files and (split != "test" or self.config.test):
+                    raise UserError(f"{path}: no {split} split; it must hold {self.accepted(path, split)}")
+            return self._source(path, files)
 
     def open_split(self, path: Path, wanted: str | None) -> ExampleSource:
         """One file as a whole, or one split of a folder (see `chosen_split`), which needs no other splits.
 
         Raises `UserError` with what is missing and what is allowed.
         """
-        if path.is_file():
-            check_whole(wanted, path)
-            identity = {"whole": file_identity(path), **self.settings}
-            return ExampleSource(_stem(path), identity, {WHOLE: self.reader((path,))})
-        files = self.find(path)
-        split = chosen_split(wanted, files, str(path))
-        return self._source(path, {split: files[split]})
+        with readable(path):
+            if path.is_file():
+                check_whole(wanted, path)
+                identity = {"whole": file_identity(path), **self.settings}
+                return ExampleSource(_stem(path), identity, {WHOLE: self.reader((path,))})
+            files = self.find(path)
+            split = chosen_split(wanted, files, str(path))
+            return self._source(path, {split: files[split]})
 
     def _source(self, folder: Path, files: dict[str, Files]) -> ExampleSource:
         identity = {split: self.identity(own) for split, own in files.items()}
         readers = {split: self.reader(own) for split, own in files.items()}
         return ExampleSource(folder.name, {**identity, **self.settings}, readers, _most_bytes(files.get("train", ())))
+
+
+def real_path(path: Path) -> Path:
+    """The file or folder behind links, unless its name has another ending, which tells how a file is read: in the cache
+    of huggingface_hub it has none."""
+    found = path.resolve()
+    return found if found.suffix == path.suffix else path.absolute()
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raise `UserError` for a file or folder inside that the system does not let us read; `path` if it tells none."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{error.filename or path}: cannot be read: {error.strerror}") from None
 
 
 def file_identity(path: Path) -> list[Any]:
@@ -185,21 +206,23 @@ def file_identity(path: Path) -> list[Any]:
     return [str(path), status.st_size, status.st_mtime_ns]
 
 
-def split_at_random(read: Reader, shares: list[float], seed: int, path: Path) -> dict[str, Reader]:
+def split_at_random(
+    read: Reader, shares: list[float], seed: int, path: Path, should_stop: ShouldStop = lambda: False
+) -> dict[str, Reader]:
     """Split the examples of one file by `shares`, determined by `seed` alone; each split keeps the file's order.
 
     The file is read for the first time, to count its rows, when a split is: a start with prepared data never does.
-    Reading raises `UserError` if a split is empty.
+    Reading raises `UserError` if a split is empty, and `Stopped`.
     """
-    rows = _RandomSplit(read, shares, seed, path)
+    rows = _RandomSplit(read, shares, seed, path, should_stop)
     return {split: partial(rows.of, index) for index, split in enumerate(SPLITS[: len(shares)])}
 
 
 class _RandomSplit:
     """Which split each row is in. Memory does not grow with the number of rows."""
 
-    def __init__(self, read: Reader, shares: list[float], seed: int, path: Path) -> None:
-        self.read, self.shares, self.seed, self.path = read, shares, seed, path
+    def __init__(self, read: Reader, shares: list[float], seed: int, path: Path, should_stop: ShouldStop) -> None:
+        self.read, self.shares, self.seed, self.path, self.should_stop = read, shares, seed, path, should_stop
 
     def of(self, index: int) -> Iterator[RawExample]:
         """The examples of the split of this number."""
@@ -213,7 +236,12 @@ class _RandomSplit:
     @cached_property
     def _ends(self) -> tuple[int, NDArray[np.int64]]:
         """The number of rows, and where each split ends in their random order."""
-        if not (number := sum(1 for _ in self.read())):
+        number, rows = 0, self.read()
+        while some := sum(1 for _ in islice(rows, _COUNTED)):
+            if self.should_stop():
+                raise Stopped
+            number += some
+        if not number:
             raise UserError(f"{self.path}: has no rows")
         ends = np.rint(np.cumsum(self.shares) * number).astype(np.int64)
         ends[-1] = number if sum(self.shares) > 1 - 1e-9 else ends[-1]

@@ -14,7 +14,7 @@ from hvd_transformer.data.compressed import COMPRESSED
 from hvd_transformer.data.foreign_tokens import INDEX, TOKENS
 from hvd_transformer.data.parquet import PARQUET
 from hvd_transformer.data.published import TEXTS, fetch_published, unknown_source
-from hvd_transformer.data.shards import ENDINGS, TextSplit, ending, find_shards, has_documents
+from hvd_transformer.data.shards import ENDINGS, TextSplit, find_shards, has_documents
 from hvd_transformer.data.splits import (
     SPLITS,
     WHOLE,
@@ -26,6 +26,8 @@ from hvd_transformer.data.splits import (
     file_identity,
     find_splits,
     first_file,
+    readable,
+    real_path,
     split_stems,
 )
 from hvd_transformer.data.text_files import TextSpan, boundary, check_no_array, line_boundary
@@ -81,8 +83,8 @@ def _open(config: DataConfig, context: PrepareContext, trained: bool) -> Corpus 
     try:
         if path.is_dir():
             path = path.resolve()
-            stems = split_stems(config, _STEMS)
-            if not _find(path, config) and (folder := open_token_folder(path, stems, trained)) is not None:
+            stems, needed = split_stems(config, _STEMS), ("train", "valid") if trained else ("valid",)
+            if not _find(path, config) and (folder := open_token_folder(path, stems, needed)) is not None:
                 _refuse_column(config, str(path))
                 return folder
             return _open_folder(path, config, trained)
@@ -93,8 +95,7 @@ def _open(config: DataConfig, context: PrepareContext, trained: bool) -> Corpus 
         if path.is_file():
             check_no_names(config, f"{path} is one file, which data.split splits")
             _refuse_rows(path)
-            there = path.resolve()  # in the cache of huggingface_hub it has no ending
-            path = there if ending(there) == ending(path) else path.absolute()
+            path = real_path(path)
             return _open_file(path, config) if trained else _open_whole(path, config)
         if glob.has_magic(source):
             check_no_names(config, f"{source} is cut by data.split")
@@ -111,18 +112,19 @@ def open_text(config: DataConfig, path: Path, wanted: str | None) -> Corpus | To
 
     Raises `UserError` with what is missing or empty.
     """
-    if path.is_dir():
-        files = _find(path, config)
-        if not files and (folder := open_token_folder(path, split_stems(config, _STEMS))) is not None:
-            return folder.only(wanted, str(path))
-        split = chosen_split(wanted, files, str(path))
-        found = _whole(files[split], _for_other_data(config, files[split]))
-        _check_not_empty(found, "the file is empty")
-        return _corpus(path.stem, {split: found})
-    check_whole(wanted, path)
-    if (tokens := open_token_file(path, None)) is not None:
-        return tokens
-    return _open_whole(path, _for_other_data(config, (path,)))
+    with readable(path):
+        if path.is_dir():
+            files = _find(path, config)
+            if not files and (folder := open_token_folder(path, split_stems(config, _STEMS), needed=())) is not None:
+                return folder.only(wanted, str(path))
+            split = chosen_split(wanted, files, str(path))
+            found = _whole(files[split], _for_other_data(config, files[split]))
+            _check_not_empty(found, "the file is empty")
+            return _corpus(path.stem, {split: found})
+        check_whole(wanted, path)
+        if (tokens := open_token_file(path, None)) is not None:
+            return tokens
+        return _open_whole(path, _for_other_data(config, (path,)))
 
 
 def _for_other_data(config: DataConfig, files: Files) -> DataConfig:
@@ -307,7 +309,8 @@ def _corpus(name: str, splits: dict[str, TextSplit]) -> Corpus:
     columns = {split: own.spans[0].column for split, own in splits.items() if own.spans[0].column is not None}
     with_columns = {"columns": columns} if columns else {}
     spans = [span for split in splits.values() for span in split.spans]
-    if len(spans) == len(splits) and all(span.end is not None for span in spans):
+    has_shares = any(own.share for own in splits.values())  # of the whole file each, which its spans do not tell
+    if len(spans) == len(splits) and all(span.end is not None for span in spans) and not has_shares:
         files = {
             split: [*file_identity(span.path), span.start, span.end] for split, span in zip(splits, spans, strict=True)
         }

@@ -2,7 +2,7 @@
 them. Training maps them where they are."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,17 @@ class TokenCorpus(Source[Spans]):
     """Splits of ready token files."""
 
 
-def open_token_folder(folder: Path, stems: Mapping[str, tuple[str, ...]], trained: bool = True) -> TokenCorpus | None:
+def open_token_folder(
+    folder: Path, stems: Mapping[str, tuple[str, ...]], needed: Collection[str] = ("train", "valid")
+) -> TokenCorpus | None:
     """The token files of a folder: `train.bin` and `val.bin`, or several per split, such as `train_000.bin`, Megatron's
-    `train_text_document.bin` with its index, or all of `train/`. None if it has none. If it is not `trained` on, it
-    needs no training split. Raises `UserError`."""
+    `train_text_document.bin` with its index, or all of `train/`. None if it has none.
+    Raises `UserError`, also if a split that is `needed` is missing."""
     found = {split: next(filter(None, (_find(folder, stem) for stem in stems[split])), ()) for split in SPLITS}
     if not any(found.values()) and not find_token_files(folder.glob("*"), str(folder)):
         return None
-    for split in ("train", "valid"):
-        if not found[split] and (trained or split != "train"):
+    for split in needed:
+        if not found[split]:
             accepted = " or ".join(f"{stem}.bin" for stem in stems[split])
             raise UserError(
                 f"{folder}: token files, but none of the {split} split; it must hold {accepted}, or several such as "
@@ -171,10 +173,12 @@ def _what_else(vocab_size: int, wide: bool) -> str:
 
 def _find(folder: Path, stem: str) -> Files:
     """The `.bin` files of a split."""
-    if (one := folder / f"{stem}{TOKENS}").is_file():
-        return (one,)
-    where = f"{folder}: {stem}"
-    return find_token_files((folder / stem).glob("*"), where) or find_token_files(folder.glob(f"{stem}[-_.]*"), where)
+    where, one = f"{folder}: {stem}", folder / f"{stem}{TOKENS}"
+    several = find_token_files((folder / stem).glob("*"), where)
+    several = several or find_token_files(folder.glob(f"{stem}[-_]*"), where)
+    if several and one.is_file():
+        raise UserError(f"{where}: both {one.name} and {several[0].name}: the same documents may be there twice")
+    return (one,) if one.is_file() else several or find_token_files(folder.glob(f"{stem}.*"), where)
 
 
 def _corpus(name: str, splits: dict[str, Spans]) -> TokenCorpus:

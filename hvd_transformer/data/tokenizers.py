@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
-from itertools import repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -33,6 +33,7 @@ Ids = NDArray[np.uint32]
 # The byte-pair pattern never joins a character with the white space after it: cutting there changes no token.
 _PART_END = re.compile(r"(?<=\S)(?=[ \n])")
 _PART_CHARACTERS = 2**14
+_AT_ONCE = 2**20  # characters that are given to the library at once
 
 # What torchtext's basic_english replaces in lower-case text before it splits at white space, in this order.
 BASIC_ENGLISH = {
@@ -231,16 +232,16 @@ class BPETokenizer(Tokenizer):
         return int(self.model.get_vocab_size())
 
     def encode(self, text: str) -> Ids:
-        encodings = self.model.encode_batch_fast(list(_parts(text)), add_special_tokens=False)
-        arrays = [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        arrays = list(encode_all(self.model, _parts(text)))
         return np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
 
     def encode_lines(self, lines: Sequence[str]) -> list[Ids]:
-        encodings = self.model.encode_batch_fast(list(lines), add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        return list(encode_all(self.model, lines))
 
     def encode_texts(self, texts: Sequence[str]) -> list[Ids]:
-        return self.encode_lines(texts)
+        if max(map(len, texts), default=0) <= _AT_ONCE:
+            return self.encode_lines(texts)
+        return [self.encode(text) for text in texts]
 
     @property
     def document_end(self) -> int | None:
@@ -294,6 +295,20 @@ class BPETokenizer(Tokenizer):
         parts = texts if sentences else (part for text in texts for part in _parts(text))
         computing(lambda: model.train_from_iterator(parts, trainer), should_stop)
         return cls(model)
+
+
+def encode_all(model: "HuggingFaceTokenizer", texts: Iterable[str]) -> Iterator[Ids]:
+    """The token numbers of each text, without special tokens; not all at once, as the library's encodings take more
+    than a hundred times the memory of the texts."""
+    some, size = list[str](), 0
+    for text in chain(texts, [None]):
+        if text is not None:
+            some.append(text)
+            size += len(text)
+        if some and (text is None or size >= _AT_ONCE):
+            for encoding in model.encode_batch_fast(some, add_special_tokens=False):
+                yield np.array(encoding.ids, np.uint32)
+            some, size = [], 0
 
 
 VOCABULARY_KINDS: dict[str, type[VocabularyTokenizer]] = {kind.kind: kind for kind in (WordTokenizer, CharTokenizer)}

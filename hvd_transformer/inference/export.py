@@ -20,6 +20,7 @@ from hvd_transformer.data.as_transformers_tokenizer import tokenizer_json, trans
 from hvd_transformer.data.chat_template import end_tokens
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.pair_tokenizer import PairTokenizer
+from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.data.tokenizers import BEGIN, END, BPETokenizer, Tokenizer
 from hvd_transformer.errors import UserError, missing_extra
 from hvd_transformer.inference.trained_model import FORMAT, Trained, load_trained, read_adapters, read_facts
@@ -28,8 +29,7 @@ from hvd_transformer.models.as_ctranslate2 import Vocabularies, as_ctranslate2
 from hvd_transformer.models.as_gguf import add_llama
 from hvd_transformer.models.as_transformers import as_transformers
 
-_GENERATION = "generation_config.json"
-_MODEL = ("model*.safetensors", f"{MODEL}.index.json", _GENERATION)
+_MODEL = ("model*.safetensors", f"{MODEL}.index.json", pretrained.GENERATION)
 _TOKENIZERS = (
     "*tokenizer.json",
     "*vocabulary.json",
@@ -96,7 +96,7 @@ def _native(path: Path) -> _Export:
             assert isinstance(tokenizer, PairTokenizer)
             tokenizer_files = tokenizer.folder_files
         elif facts["task"] == "language_model":
-            generation = _generation_file(load_tokenizer(source, ""), source / _GENERATION)
+            generation = _generation_file(load_tokenizer(source, ""), source / pretrained.GENERATION)
     copied = {path for pattern in (*_TOKENIZERS, *_MODEL) for path in source.glob(pattern)}
     if tokenizer_files:  # which the checkpoint has in one file per side
         copied -= set(source.glob(f"*-{PairTokenizer.file_name}"))
@@ -137,7 +137,7 @@ def _merged(path: Path) -> _Export:
     def write(folder: Path) -> None:
         trained.model.save_pretrained(folder)  # type: ignore[operator]
         tokenizer = trained.tokenizers["text"]
-        _write_texts(folder, {**tokenizer.files(), **_generation_file(tokenizer, folder / _GENERATION)})
+        _write_texts(folder, {**tokenizer.files(), **_generation_file(tokenizer, folder / pretrained.GENERATION)})
         theirs = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         _write_config(folder, theirs | {pretrained.OURS: own})
 
@@ -145,14 +145,19 @@ def _merged(path: Path) -> _Export:
 
 
 def _transformers(path: Path) -> _Export:
-    trained, facts = _load(path, "language_model")
+    trained, source, facts = _load(path, "language_model")
     made = as_transformers(trained.config, _weights(trained))
-    tokenizer = trained.tokenizers["text"]
-    texts = {**transformers_files(tokenizer, trained.num_positions), **_generation_file(tokenizer)}
+    tokenizer, generation = trained.tokenizers["text"], source / pretrained.GENERATION
+    texts = {**transformers_files(tokenizer, trained.num_positions), **_generation_file(tokenizer, generation)}
+    special = {"eos_token_id": tokenizer.document_end}
+    if isinstance(tokenizer, PretrainedTokenizer):
+        special |= {"bos_token_id": tokenizer.begin, "pad_token_id": tokenizer.own_pad}
     ours = {pretrained.OURS: _our_facts(facts) | {"model": {"pretrained": "."}}}
-    own = {**made.config, "eos_token_id": tokenizer.document_end, **ours}
+    own = {**made.config, **special, **ours}
 
     def write(folder: Path) -> None:
+        if generation.is_file():
+            shutil.copyfile(generation, folder / generation.name)
         _write_texts(folder, texts)
         save_file(made.weights, folder / MODEL, {"format": "pt"})
         _write_config(folder, own)
@@ -162,7 +167,7 @@ def _transformers(path: Path) -> _Export:
 
 
 def _ctranslate2(path: Path) -> _Export:
-    trained, _ = _load(path, "translation")
+    trained, _, _ = _load(path, "translation")
     texts = {role: tokenizer_json(tokenizer) for role, tokenizer in trained.tokenizers.items()}
     source, target = (vocabulary_of(texts[role]) for role in ("source", "target"))
     vocabularies = Vocabularies(source, target, target[0], target[BEGIN], target[END])
@@ -176,7 +181,7 @@ def _ctranslate2(path: Path) -> _Export:
 
 
 def _gguf(path: Path) -> _Export:
-    trained, _ = _load(path, "language_model")
+    trained, _, _ = _load(path, "language_model")
     try:
         import gguf
     except ImportError:
@@ -203,14 +208,19 @@ FORMATS: Mapping[str, Callable[[Path], _Export]] = {
 }
 
 
-def _load(path: Path, task: str) -> tuple[Trained, dict[str, Any]]:
-    """A model of our own blocks and what its config.json would say. Raises `UserError` if it is not of this task."""
-    _, facts = read_facts(path)
+def _load(path: Path, task: str) -> tuple[Trained, Path, dict[str, Any]]:
+    """A model of our own blocks, the folder of its files, and what its config.json would say. Raises `UserError` if it
+    is not of this task."""
+    source, facts = read_facts(path)
+    if facts["model"].get("lora_rank") is not None:
+        raise UserError(f"{path}: has LoRA's adapters; use --merge, which writes a whole model for transformers")
     if facts["model"].get("pretrained") is not None:
-        raise UserError(f"{path}: is a Hugging Face folder already; leave out --format")
+        raise UserError(
+            f"{path}: is a Hugging Face folder already, which converters of other programs read; leave out --format"
+        )
     if facts["task"] != task:
         raise UserError(f"{path}: only for task={task}")
-    return load_trained(path, task), facts
+    return load_trained(path, task), source, facts
 
 
 def _weights(trained: Trained) -> dict[str, Tensor]:
@@ -229,7 +239,7 @@ def _generation_file(tokenizer: Tokenizer, known: Path | None = None) -> dict[st
     ends = list(dict.fromkeys([*before, *end_tokens(tokenizer)]))
     if len(ends) == len(before) or ends == [tokenizer.document_end]:
         return {}
-    return {_GENERATION: json.dumps({**found, "eos_token_id": ends}, indent=1) + "\n"}
+    return {pretrained.GENERATION: json.dumps({**found, "eos_token_id": ends}, indent=1) + "\n"}
 
 
 def _our_facts(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Text generation with a language model: many prompts in one batch, with a key-value cache."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,15 +52,16 @@ class PretrainedSteps:
         self.model = model
         self.past: Any = None
         self.seen: Tensor | None = None  # without a cache
+        self.options = _only_last_logits(model)
 
     def step(self, tokens: Tensor) -> Tensor:
         if self.seen is not None:
             self.seen = torch.cat([self.seen, tokens], 1)
-            found = self.model(input_ids=self.seen, use_cache=False)
+            found = self.model(input_ids=self.seen, use_cache=False, **self.options)
         elif self.past is not None:
-            found = self.model(input_ids=tokens, past_key_values=self.past, use_cache=True)
+            found = self.model(input_ids=tokens, past_key_values=self.past, use_cache=True, **self.options)
         else:
-            found = self.model(input_ids=tokens, use_cache=True)
+            found = self.model(input_ids=tokens, use_cache=True, **self.options)
             self.past = getattr(found, "past_key_values", None)
             layers = getattr(self.past, "layers", [None])
             if not all(hasattr(layer, "batch_select_indices") for layer in layers):
@@ -72,6 +74,13 @@ class PretrainedSteps:
             self.seen = self.seen.index_select(0, rows)
         else:
             self.past.batch_select_indices(rows)
+
+
+def _only_last_logits(model: Any) -> Mapping[str, int]:
+    """The argument that spares a model of transformers the logits [B, T, V] of a whole prompt, if its class has it."""
+    own = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's class passes arguments on
+    name = "logits_to_keep"
+    return {name: 1} if name in inspect.signature(own.forward).parameters else {}
 
 
 @torch.no_grad()

@@ -85,6 +85,27 @@ def translate(
     return beam_search(DecoderSteps(model, source), limits, BEGIN, END, beam=beam, length_penalty=length_penalty)
 
 
+class _OwnLimits:
+    """A processor of logits for `generate` of transformers: each target ends at the limit [B] of its source, whatever the
+    other sources of the batch are."""
+
+    def __init__(self, limits: Tensor, end: int) -> None:
+        self.limits, self.end = limits, end
+
+    def __call__(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        """The scores [B × beams, V] of what follows the tokens [B × beams, T], of which the first one begins all."""
+        limits = self.limits.repeat_interleave(len(tokens) // len(self.limits))
+        ended = torch.full_like(scores, -torch.inf)
+        ended[:, self.end] = 0
+        return torch.where((limits <= tokens.size(1))[:, None], ended, scores)
+
+
+def _end_of(model: Any) -> int:
+    """The token that ends a target."""
+    found = model.generation_config.eos_token_id
+    return int(found[0] if isinstance(found, list) else found)
+
+
 @torch.no_grad()
 def translate_texts(
     model: nn.Module,
@@ -97,8 +118,8 @@ def translate_texts(
     """The best translation of each source as text; all sources form one batch. `tokenizer` is the target's.
 
     A model of a Hugging Face folder (`PairTokenizer`) searches by its own `generate`, which divides the log probability
-    of n tokens by n ** length_penalty; a target has at most `target_length` tokens (None: 2 × those of the longest
-    source + 10).
+    of n tokens by n ** length_penalty; a target has at most `target_length` tokens (None: 2 × its source's
+    + 10).
     """
     beam, length_penalty = settings.beam, settings.length_penalty
     if isinstance(model, EncoderDecoder):
@@ -108,13 +129,17 @@ def translate_texts(
         return [tokenizer.decode_line(best[0].tokens) if best else "" for best in found]
     assert isinstance(tokenizer, PairTokenizer)
     source = padded(sources, tokenizer.pad).to(next(model.parameters()).device)
+    # With a forced end it is one of the tokens, as of Marian; without, it follows them and is not counted.
+    more = int(model.generation_config.forced_eos_token_id is None)  # type: ignore[union-attr]
+    most = [min(target_length or 2 * len(own) + 10, num_positions - 1) + more for own in sources]
     rows = model.generate(  # type: ignore[operator]  # of transformers
         input_ids=source,
         attention_mask=(source != tokenizer.pad).long(),
         num_beams=beam,
         length_penalty=length_penalty,
         do_sample=False,
-        max_new_tokens=min(target_length or 2 * source.size(1) + 10, num_positions - 1),
+        max_new_tokens=max(most),
+        logits_processor=[_OwnLimits(torch.tensor(most, device=source.device), _end_of(model))],
         forced_bos_token_id=tokenizer.forced_begin,
     )
     return [tokenizer.decode_line(row.tolist()) for row in rows]

@@ -69,11 +69,10 @@ class LaunchRecord:
 
 def launcher_of(folder: Path) -> Owner:
     """The launcher that is at work on a run directory. Raises `UserError` if none is."""
-    owner = owner_of(folder / _LOCK)
-    if owner is not None:
-        return owner
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run directory")
+    if (owner := owner_of(folder / _LOCK)) is not None:
+        return owner
     raise UserError(f"{folder}: no launcher is at work here{_last(folder)}")
 
 

@@ -4,7 +4,7 @@ Those classes do not multiply embeddings by √D, so the embedding is multiplied
 to it becomes a matrix of its own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -77,9 +77,14 @@ def _check_head(config: ModelConfig) -> None:
         _refuse("head_bias", "true", "every class of language models has an output layer without bias")
 
 
-def _rope(config: ModelConfig) -> dict[str, float | str]:
-    scaling: Mapping[str, float | str] = config.rope_scaling or {"rope_type": "default"}
-    return {"rope_theta": config.rope_theta, **scaling}
+def _rope(config: ModelConfig) -> dict[str, Any]:
+    """The keys of positions: as transformers 5 reads them, and as its older versions do."""
+    scaling: dict[str, float | str] | None = None
+    if config.rope_scaling is not None:
+        length = "original_max_position_embeddings"  # a number of tokens: readers want an integer
+        scaling = {key: int(value) if key == length else value for key, value in config.rope_scaling.items()}
+    now = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})}
+    return {"rope_parameters": now, "rope_scaling": scaling}
 
 
 def _as_llama(config: ModelConfig) -> _Family:
@@ -88,7 +93,8 @@ def _as_llama(config: ModelConfig) -> _Family:
     _check(config, f"with norm_type=rms, {family}", activation="swiglu", position="rotary")
     if config.qk_norm:
         _check(config, family, bias=False)
-    rope = _rope(config)
+    elif config.d_model % config.num_heads:
+        _refuse("d_model", config.d_model, f"{family} has a multiple of num_heads={config.num_heads}")
     found = {
         "model_type": family,
         "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
@@ -102,10 +108,8 @@ def _as_llama(config: ModelConfig) -> _Family:
         "rms_norm_eps": config.norm_eps,
         "hidden_act": "silu",
         "attention_bias": config.bias,
-        "rope_parameters": rope,
-        # As versions of transformers before 5 read them.
+        **_rope(config),
         "rope_theta": config.rope_theta,
-        "rope_scaling": config.rope_scaling,
     }
     if not config.qk_norm:
         found["mlp_bias"] = config.bias
@@ -148,11 +152,11 @@ def _neox_config(config: ModelConfig) -> dict[str, Any]:
         "layer_norm_eps": config.norm_eps,
         "use_parallel_residual": False,
         "attention_bias": True,
-        "rope_parameters": {**rope, "partial_rotary_factor": 1.0},
+        **rope,
+        "rope_parameters": {**rope["rope_parameters"], "partial_rotary_factor": 1.0},
         # As versions of transformers before 5 read them.
         "rotary_pct": 1.0,
         "rotary_emb_base": config.rope_theta,
-        "rope_scaling": config.rope_scaling,
     }
 
 

@@ -49,7 +49,7 @@ class PooledHead(nn.Module):
 def class_loss(logits: Tensor, labels: Tensor, smoothing: float, class_weights: Tensor | None = None) -> Tensor:
     """The sum of the cross-entropies of `labels` [B] given `logits` [B, C], weighted by `class_weights` [C]."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    weights = None if class_weights is None else class_weights.to(wide)
+    weights = None if class_weights is None else class_weights.to(wide, non_blocking=True)
     # With smoothing, torch weights the smoothed part by every class, not by the class of the sample.
     return F.cross_entropy(wide, labels, weight=weights, reduction="sum", label_smoothing=smoothing)
 
@@ -64,7 +64,8 @@ def classification_loss(
     num_classes, predicted = logits.size(-1), logits.argmax(-1)
     hits = torch.where(predicted == labels, labels, 3 * num_classes)  # the last place: of wrong ones
     places = torch.cat([hits, labels + num_classes, predicted + 2 * num_classes])
-    counts = torch.bincount(places, minlength=3 * num_classes + 1)[:-1]
+    # Not `bincount`, for which the host waits until a GPU knows the largest place.
+    counts = places.new_zeros(3 * num_classes + 1).scatter_add_(0, places, torch.ones_like(places))[:-1]
     loss = class_loss(logits, labels, 0.0, class_weights)
     return torch.cat([loss[None], counts.to(loss.dtype)])
 

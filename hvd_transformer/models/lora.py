@@ -28,8 +28,9 @@ def add_adapters(model: nn.Module, folder: Path, config: ModelConfig) -> nn.Modu
     if config.lora_alpha is not None:
         given["lora_alpha"] = config.lora_alpha
     lora_config = _peft(f"model.lora_rank={config.lora_rank}").LoraConfig(**given)
-    lora_config.base_model_name_or_path = str(folder.absolute())
-    return _adapted(model, lora_config, f"model.lora_targets: {origin(folder)}")
+    found = _adapted(model, lora_config, f"model.lora_targets: {origin(folder)}")
+    _peft_config(found).base_model_name_or_path = str(folder.absolute())  # peft has set it to the path as given
+    return found
 
 
 CHANGED_BASE = "is not the model that the checkpoint's adapters were trained on; was it changed?"

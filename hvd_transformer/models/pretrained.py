@@ -15,6 +15,7 @@ from hvd_transformer.models.documents import document_mask, document_places, doc
 from hvd_transformer.nn.dropout import torch_dropout_key
 
 OURS = "hvd_transformer"  # our key in config.json of an exported folder
+GENERATION = "generation_config.json"
 
 
 def load_classifier(folder: Path, labels: Sequence[str], pad: int) -> tuple[nn.Module, list[str]]:
@@ -168,7 +169,7 @@ def num_positions(model: nn.Module) -> int | None:
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
     found = getattr(model.config, "max_position_embeddings", None)
-    return int(found) if isinstance(found, int) else None
+    return int(found) if isinstance(found, int) and found > 0 else None  # XLNet, which has no limit, states -1
 
 
 def label_names(folder: Path) -> list[str] | None:
@@ -186,7 +187,7 @@ def config_files(model: nn.Module) -> dict[str, str]:
     files = {"config.json": json.dumps(said, indent=2, sort_keys=True, ensure_ascii=False) + "\n"}
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None:
-        files["generation_config.json"] = generation.to_json_string()
+        files[GENERATION] = generation.to_json_string()
     return files
 
 

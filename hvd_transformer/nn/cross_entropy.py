@@ -174,7 +174,8 @@ def _pad_vocabulary(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
     """
     if not (weight.is_cuda and weight.dtype.itemsize == 2):
         return weight, bias, 0
-    num_pad_rows = count_pad_rows(weight)
+    if not (num_pad_rows := count_pad_rows(weight)):
+        return weight, bias, 0
     padded_bias = None if bias is None else F.pad(bias, (0, num_pad_rows))
     return F.pad(weight, (0, 0, 0, num_pad_rows)), padded_bias, num_pad_rows
 

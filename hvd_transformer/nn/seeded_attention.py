@@ -87,8 +87,10 @@ def _bias(mask: Tensor, query: Tensor, num_keys: int) -> Tensor:
     """Turn the mask into a bias that is added to the scores, in the kernels' shape and alignment."""
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-    padded = F.pad(mask.to(query.dtype), (0, -num_keys % _BIAS_ALIGNMENT))[..., :num_keys]
-    return padded.expand(*query.shape[:3], num_keys)
+    mask = mask.to(query.dtype)
+    if missing := -num_keys % _BIAS_ALIGNMENT:  # padding by nothing would copy the mask, for each block anew
+        mask = F.pad(mask, (0, missing))[..., :num_keys]
+    return mask.expand(*query.shape[:3], num_keys)
 
 
 @contextmanager

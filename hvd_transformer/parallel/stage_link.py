@@ -91,7 +91,8 @@ class CudaStageStreams(StageStreams):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.compute, self.copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        # What is sent has a stream of its own: nothing that arrives must wait for it.
+        self.compute, self.arrivals, self.sends = (torch.cuda.Stream(device) for _ in range(3))
 
     def begin(self) -> None:
         current = torch.cuda.current_stream(self.device)
@@ -117,12 +118,12 @@ class CudaStageStreams(StageStreams):
         with ExitStack() as streams:
             if sent.sender is not None and sent.ready is not None:
                 # A copy between GPUs runs on the source's current stream.
-                streams.enter_context(torch.cuda.stream(sent.sender.copies))
-                sent.sender.copies.wait_event(sent.ready)
-                tensor.record_stream(sent.sender.copies)
-            streams.enter_context(torch.cuda.stream(self.copies))
+                streams.enter_context(torch.cuda.stream(sent.sender.sends))
+                sent.sender.sends.wait_event(sent.ready)
+                tensor.record_stream(sent.sender.sends)
+            streams.enter_context(torch.cuda.stream(self.arrivals))
             moved = tensor.to(self.device, non_blocking=True)
-        self.compute.wait_stream(self.copies)
+        self.compute.wait_stream(self.arrivals)
         moved.record_stream(self.compute)
         return moved
 

@@ -160,7 +160,7 @@ def batch_samples(config: Config, dp: int | None = None) -> int:
 
     One of `dp` replicas has less than `training.batch_size` where its part of `training.global_batch_size` is smaller.
     """
-    if config.data.batch_tokens is not None and config.task != "language_model":
+    if config.data.batch_tokens is not None:
         longest = max(config.data.length_of(role) for role in ("source", "target"))
         return max(1, config.data.batch_tokens // longest)
     training = config.training

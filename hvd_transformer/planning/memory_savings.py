@@ -87,9 +87,8 @@ def _candidates(config: Config, dp: int, evaluation: bool) -> Iterator[tuple[str
     if evaluation:
         yield "training.eval_batch_size", max(1, (training.eval_batch_size or samples) // 2)
     else:
-        in_tokens = config.data.batch_tokens is not None and config.task != "language_model"
-        key, size = ("data.batch_tokens", config.data.batch_tokens) if in_tokens else ("training.batch_size", samples)
-        assert size is not None
+        tokens = config.data.batch_tokens
+        key, size = ("training.batch_size", samples) if tokens is None else ("data.batch_tokens", tokens)
         yield "parallel.recompute", "always"
         yield "parallel.micro_batches", min(2 * parallel.micro_batches, samples)
         yield key, max(1, size // 2)

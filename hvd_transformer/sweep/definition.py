@@ -90,8 +90,11 @@ class Sweep(_Part):
 
     def settings_of(self, values: dict[str, Any], max_steps: int | None = None) -> list[str]:
         """KEY=VALUE of a trial with these values of the parameters."""
-        last = {} if max_steps is None else {"training.max_steps": max_steps}
-        return [f"{key}={_word(value)}" for key, value in (self.settings | values | last).items()]
+        found = self.settings | values
+        if max_steps is not None and self.halving is not None:
+            # The steps of the rungs, not the preset's epochs, say how long a trial trains; an epoch has one or more.
+            found = {"training.epochs": self.halving.steps[-1]} | found | {"training.max_steps": max_steps}
+        return [f"{key}={_word(value)}" for key, value in found.items()]
 
     def words(self, values: dict[str, Any], max_steps: int | None = None) -> list[str]:
         """The arguments of hvd-train for such a trial."""

@@ -22,7 +22,7 @@ def table(trials: Trials) -> tuple[list[str], list[list[Any]]]:
     rows = []
     for trial in trials.ranked(trials.all):
         values = [shown(trial.values[key]) for key in sweep.parameters]
-        reached = [next(reversed(trial.results), "")] if steps else []
+        reached = [str(trial.steps or next(reversed(trial.results), ""))] if steps else []
         rows.append([trial.name, *values, *reached, trial.value, _state(trials, trial), trial.seconds])
     return columns, rows
 

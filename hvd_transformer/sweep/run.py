@@ -4,7 +4,7 @@ A rung resumes each trial's run with a larger training.max_steps, so that no ste
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,8 @@ from hvd_transformer.errors import STALLED, WRONG_INPUT, UserError
 from hvd_transformer.sweep.definition import Sweep
 from hvd_transformer.sweep.sampling import all_values, suggested
 from hvd_transformer.sweep.trials import Trial, Trials
+
+_MOST_REFUSED = 3  # trials of Optuna for wrong input, if none has a result: then it is not their values
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,9 @@ def _rung(
     tasks = [_task(trials, trial, max_steps) for trial in alive if rung not in trial.results and not trial.failed]
     refused: list[Task] = []
 
-    def record(task: Task, result: float | None, seconds: float | None) -> None:
-        task.trial.results[rung], task.trial.seconds = result, seconds
+    def record(task: Task, summary: Mapping[str, Any], result: float | None) -> None:
+        trial = task.trial
+        trial.results[rung], trial.steps, trial.seconds = result, summary.get("steps"), summary.get("seconds")
         trials.save()
         show(task.trial, max_steps)
 
@@ -87,12 +90,16 @@ def _rung(
             trials.save()
             raise TrialStopped(task.trial, code)
         result = _metric(trials.sweep, summary, task.run) if code == 0 else None
-        record(task, result, summary.get("seconds"))
-    if refused and all(trial.value is None for trial in trials.all):
+        record(task, summary, result)
+    in_vain = bool(refused) and all(trial.value is None for trial in trials.all)
+    # Optuna has one trial a rung, and another one may fit; in a grid they all are refused at once.
+    suggested_one = trials.sweep.method == "optuna"
+    if not in_vain or suggested_one:
+        for task in refused:
+            record(task, {}, None)
+    if in_vain and (not suggested_one or len(trials.all) >= _MOST_REFUSED):
         first = refused[0]
         raise UserError(f"{first.trial.name}: cannot be trained: {' '.join(first.words)}; its error is above")
-    for task in refused:
-        record(task, None, None)
 
 
 def _task(trials: Trials, trial: Trial, max_steps: int | None) -> Task:

@@ -38,12 +38,14 @@ def alone_in(folder: Path, waits: Callable[[str], object]) -> Iterator[None]:
 
 @dataclass
 class Trial:
-    """One combination of values. `results`: the metric by rung; None: the training failed."""
+    """One combination of values. `results`: the metric by rung; None: the training failed. `steps`: of its run, which
+    may end before a rung does."""
 
     number: int
     values: dict[str, Any]
     results: dict[str, float | None] = field(default_factory=dict)
     seconds: float | None = None
+    steps: int | None = None
     job: int | None = None  # of the service, while it is at work on the next rung
 
     @property

@@ -47,7 +47,7 @@ class ChatTask(ExampleTask):
         data, tokenizer = config.data, wanted.tokenizers[""]
         assert isinstance(tokenizer, PretrainedTokenizer)
         if wanted.path is not None:
-            source = ConversationFiles(data).open_split(wanted.path, wanted.split)
+            source = ConversationFiles(data, context.should_stop).open_split(wanted.path, wanted.split)
         else:
             source = _open(config, context).only(wanted.split, f"data.source={data.source}")
         return _prepared(config, source, ChatTemplate(tokenizer, "the checkpoint"), context)
@@ -117,7 +117,7 @@ class ChatTask(ExampleTask):
 
 
 def _open(config: Config, context: PrepareContext) -> ExampleSource:
-    return ConversationFiles(config.data).open(source_path(config.data, {}, context), config.seed)
+    return ConversationFiles(config.data, context.should_stop).open(source_path(config.data, {}, context), config.seed)
 
 
 def _prepared(

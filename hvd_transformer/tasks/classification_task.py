@@ -61,7 +61,7 @@ class ClassificationTask(ExampleTask):
     def prepare_evaluation(cls, config: Config, context: PrepareContext, wanted: EvaluationSpec) -> PreparedExamples:
         data, state = config.data, wanted.state
         if wanted.path is not None:
-            source = TableFiles(data).open_split(wanted.path, wanted.split)
+            source = TableFiles(data, context.should_stop).open_split(wanted.path, wanted.split)
         else:
             source = open_examples(config, context).only(wanted.split, f"data.source={data.source}")
         learned = TrainedVocabulary({ROLE: wanted.tokenizers[""]}, state["labels"])
@@ -143,6 +143,11 @@ class ClassificationTask(ExampleTask):
             return None
         if given == "balanced":
             counts = np.array(self.data.label_counts)
+            if not counts.all():
+                raise UserError(
+                    f"data.class_weights=balanced: no sample with the label {self.labels[int(counts.argmin())]} is "
+                    "left in the training split; see data.sequence_length and data.too_long"
+                )
             return torch.from_numpy(counts.sum() / (len(self.labels) * counts))
         assert isinstance(given, dict)
         if odd := sorted(given.keys() ^ set(self.labels)):
@@ -153,4 +158,4 @@ class ClassificationTask(ExampleTask):
 
 def open_examples(config: Config, context: PrepareContext) -> ExampleSource:
     """The labelled texts of `data.source`. Raises `UserError`."""
-    return TableFiles(config.data).open(source_path(config.data, {}, context), config.seed)
+    return TableFiles(config.data, context.should_stop).open(source_path(config.data, {}, context), config.seed)

@@ -1,6 +1,7 @@
 """Fine-tuning a Llama or a Qwen3 of a Hugging Face folder in this package's own blocks (`config.families`)."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from hvd_transformer.huggingface import origin
 from hvd_transformer.models.flops import language_model_flops
 from hvd_transformer.models.language_model import LanguageModel
 from hvd_transformer.models.llama_weights import piece_shapes, their_names
+from hvd_transformer.models.pretrained import GENERATION
 from hvd_transformer.tasks.chat_task import ChatTask
 from hvd_transformer.tasks.decoder_task import DecoderTask
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
@@ -43,6 +45,15 @@ class OwnBlocks(DecoderTask):
                     found = list(stored.shape(one))
                     raise UserError(f"{origin(folder)}: {one} is {found}, but its config.json makes it {list(shape)}")
         return lambda name: torch.cat([stored.whole(one) for one in names[name]])
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """How the folder's model generates, for `export --format transformers`; transformers ignores a damaged file."""
+        try:
+            text = (folder_of(self.config) / GENERATION).read_text(encoding="utf-8")
+            return {GENERATION: text} if isinstance(json.loads(text), dict) else {}
+        except (OSError, ValueError):
+            return {}
 
 
 class OwnBlocksTask(OwnBlocks, LanguageModelTask):

@@ -14,7 +14,7 @@ from hvd_transformer.config import Config, load_again
 from hvd_transformer.config.mixture import origin, source_name
 from hvd_transformer.config.schema import ModelConfig, flatten
 from hvd_transformer.data.load_tokenizer import tokenizer_from_json
-from hvd_transformer.data.splits import WHOLE
+from hvd_transformer.data.splits import WHOLE, real_path
 from hvd_transformer.errors import UserError
 from hvd_transformer.models.lora import base_folder
 from hvd_transformer.monitoring.watchdog import Watchdog
@@ -141,7 +141,7 @@ def evaluate(
     if mesh.warning is not None:
         progress.message(f"warning: {mesh.warning}")
     agree(world, lambda: check_partition(config))
-    path = request.data and request.data.resolve()
+    path = request.data and real_path(request.data)
     wanted = EvaluationSpec(request.split, path, saved.tokenizers, saved.state)
     data = prepare_data(config, world, progress, stop, wanted)
     stop.end_at_once()

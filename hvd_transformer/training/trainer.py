@@ -229,7 +229,7 @@ class Trainer:
         parts = self.task.evaluation_parts(split)
         found = evaluate(map(losses, parts.values()), self.mesh.dp_group, self.task.num_sums)
         sums, count = together(found)
-        with inputs_moved(self.engine.stages):
+        with self._eager(), inputs_moved(self.engine.stages):
             more = self.task.more_metrics(split, self.mesh.dp_group)
         metrics = self.task.metrics(sums, count) | more
         for name, part in zip(parts, found, strict=True):
@@ -242,11 +242,13 @@ class Trainer:
         """Text samples after the evaluation of a split; empty on the ranks of other replicas. Collective."""
         if self.mesh.dp_rank != 0:
             return ()
-        # Texts that grow would be compiled anew for many lengths.
-        compiled = self.config.training.compile and self.mesh.device.type == "cuda"
-        eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-        with eager, torch.no_grad(), inputs_moved(self.engine.stages):
+        with self._eager(), torch.no_grad(), inputs_moved(self.engine.stages):
             return self.task.text_samples(split, self.config.training.text_samples)
+
+    def _eager(self) -> AbstractContextManager[object]:
+        """For decoding: texts that grow would be compiled anew for many lengths."""
+        compiled = self.config.training.compile and self.mesh.device.type == "cuda"
+        return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
     def capture(self, data_digest: str, checksum: int, best: bool, begun: Begun | None = None) -> Snapshot:
         """This rank's part of a checkpoint of the job as it is now, with the weights' checksum. Collective.

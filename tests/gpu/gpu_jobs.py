@@ -1,5 +1,6 @@
 """Jobs in this process on one GPU, which all stages of a pipeline share."""
 
+import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +13,9 @@ from hvd_transformer.config import load
 from hvd_transformer.parallel import mesh
 from hvd_transformer.training.process import StopRequest
 from hvd_transformer.training.train_job import run
+
+# For `training.deterministic=true`, which sets it too late after another test's first product: cuBLAS reads it then.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _one_gpu(wanted: str, num_stages: int, world: World) -> tuple[tuple[torch.device, ...], None]:

@@ -131,7 +131,9 @@ class DataConfig(Section):
         allowed="balanced, none, or a number above 0 for each label, such as {good: 1, bad: 2.5}",
     )
     cache_dir: str = changeable(
-        "~/.cache/hvd-transformer/data", "cache folder for downloads, token files and measured layer times"
+        "~/.cache/hvd-transformer/data",
+        "cache folder for downloads, token files and measured layer times",
+        min_length=1,
     )
     workers: int = changeable(0, "number of processes or threads that prepare the token files; 0: one per core", ge=0)
 

@@ -21,7 +21,9 @@ class TrainingConfig(Section):
     """Length, batch size, precision and evaluation."""
 
     epochs: int = changeable(1, "number of passes over the training split", ge=1)
-    max_steps: OptionalCount = changeable(None, "stop after this many steps; none: after `epochs`")
+    max_steps: OptionalCount = changeable(
+        None, "stop after this many steps, if `epochs` do not end first; none: after `epochs`"
+    )
     batch_size: Count | Literal["auto"] = changeable(
         8,
         "samples per replica and accumulation step; auto: the largest that fits into the memory of every rank, found "
@@ -38,7 +40,8 @@ class TrainingConfig(Section):
     global_batch_size: OptionalCount = changeable(
         None,
         "samples per step for any number of replicas; replaces accumulation: each replica takes as many accumulation "
-        "steps as its part needs; none: batch_size x accumulation x replicas",
+        "steps as its part needs; with data.batch_tokens a step has global_batch_size / batch_size batches; none: "
+        "batch_size x accumulation x replicas",
     )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = fixed(
         "fp32",

@@ -90,8 +90,11 @@ class Fp16Wire(FeedbackWire):
 
     def finish_sending(self) -> None:
         super().finish_sending()
-        nothing = torch.zeros(())
-        peaks = torch.stack([self._peaks.get(name, nothing).to("cpu", torch.float64) for name in self.layouts])
+        places = {name: place for place, name in enumerate(self.layouts)}
+        peaks = torch.zeros(len(places), dtype=torch.float64)
+        for device in {peak.device for peak in self._peaks.values()}:  # at once: a GPU's host waits for each copy
+            own = {name: peak for name, peak in self._peaks.items() if peak.device == device}
+            peaks[[places[name] for name in own]] = torch.stack([*own.values()]).to("cpu", torch.float64)
         self._peaks.clear()
         peaks.nan_to_num_(nan=math.inf, posinf=math.inf)
         self._wait_peaks = self.group.all_reduce_async_(peaks, "wire.peaks", "max")

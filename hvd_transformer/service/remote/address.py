@@ -30,12 +30,13 @@ class Address:
             return cls(default_state())
         if "://" not in given:
             return cls(expanded(given).absolute())
-        parts = urlsplit(given)
         try:
+            parts = urlsplit(given)
             fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # the port is not a number
+            fits = fits and not (parts.path.strip("/") or parts.query or parts.fragment or parts.username)
+        except ValueError:  # the port is not a number, or a bracket of an IPv6 address lacks
             fits = False
-        if not fits or parts.path.strip("/") or parts.query or parts.fragment or parts.username:
+        if not fits:
             raise UserError(f"{origin} {given}: must be like https://host:8080, or the service's state folder")
         if parts.scheme == "http" and not _is_loopback(str(parts.hostname)):
             raise UserError(f"{origin} {given}: the token would cross the network unencrypted; use https://")

@@ -101,6 +101,11 @@ def test_versions_of_transformers_and_what_they_leave_out() -> None:
         {"rope_type": "linear", "factor": 2.0},
         None,
     )
+    # Added to a file of transformers 5, as many guides say: it is what counts there, too.
+    both = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_scaling": SCALING}
+    found = model_keys(both, "")
+    theirs = pytest.importorskip("transformers").LlamaConfig.from_dict(both).rope_parameters
+    assert {**found["rope_scaling"], "rope_theta": found["rope_theta"]} == theirs
     qwen = {key: value for key, value in new.items() if key != "num_key_value_heads"}
     found = model_keys({**qwen, "model_type": "qwen3"}, "")
     assert (found["head_width"], found["num_kv_heads"], found["qk_norm"]) == (

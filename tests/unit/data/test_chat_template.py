@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from datetime import datetime, tzinfo
 from pathlib import Path
 
 import numpy as np
@@ -111,3 +112,21 @@ def test_an_encoder_goes_to_worker_processes_and_cuts(folder: Path) -> None:
     short, kept = encoder.shorten(arrays, [limit, limit])
     assert short.tolist() == tokens[:limit]
     assert kept.tolist() == np.flatnonzero(places[:limit]).tolist()
+
+
+def test_todays_date_is_none_of_the_data(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the same conversations would have other tokens tomorrow. A prompt gets today's."""
+    from transformers.utils import chat_template_utils
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> "Later":
+            return cls(2031, 5, 4)
+
+    template = template_of(folder, "{{ strftime_now('%d %b %Y') }} " + MARKED)
+    plain = template_of(folder, "{{ strftime_now('%d %b %Y') }} " + UNMARKED)
+    before = [own.encode(CHATS[0])[0].tolist() for own in (template, plain)]
+    monkeypatch.setattr(chat_template_utils, "datetime", Later)
+    assert [own.encode(CHATS[0])[0].tolist() for own in (template, plain)] == before
+    assert template.tokenizer.decode(before[0]).startswith("26 Jul 2024")
+    assert template.tokenizer.decode(template.prompt(CHATS[0][:1])).startswith("04 May 2031")

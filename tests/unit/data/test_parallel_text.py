@@ -150,3 +150,19 @@ def test_what_is_wrong_with_the_files(tmp_path: Path) -> None:
     damaged = tmp_path / "val.de.gz"
     damaged.write_bytes(damaged.read_bytes()[:-9])
     assert refused(tmp_path).startswith(f"{damaged}, after line ")
+
+
+def test_the_only_tabbed_file_that_begins_with_test(tmp_path: Path) -> None:
+    for name in ("train.tsv", "valid.tsv", "test_2016.tsv.gz"):
+        write(tmp_path, name, ["\t".join(pair) for pair in PAIRS])
+    assert read(tmp_path)["test"] == PAIRS
+    write(tmp_path, "test_2017.tsv", ["a\tb"])
+    assert "data.test=test_2016 or data.test=test_2017" in refused(tmp_path)
+
+
+def test_other_data_are_evaluated_although_the_training_was_tested_on_a_published_set(tmp_path: Path) -> None:
+    side_by_side(tmp_path, "test")
+    config = load(overrides=["task=translation", "data.test=sacrebleu:wmt14", f"data.cache_dir={tmp_path}/none"]).data
+    (found,) = PairFiles(config).open_split(tmp_path, None).splits.values()
+    assert [row.texts for row in found()] == PAIRS
+    assert not (tmp_path / "none").exists()

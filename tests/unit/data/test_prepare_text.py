@@ -48,6 +48,7 @@ def corpus(tmp_path_factory) -> dict[str, str]:
 @pytest.fixture
 def small_pieces(monkeypatch):
     monkeypatch.setattr(corpus_pieces, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(prepare_text, "_GROUP_BYTES", 1)
 
 
 def configure(corpus, cache, **settings) -> DataConfig:

@@ -46,6 +46,18 @@ def test_it_is_kept_and_sent_whole(folder: Path, tmp_path: Path) -> None:
         assert [ids.tolist() for ids in other.encode_lines(TEXTS)] == [ids.tolist() for ids in ours.encode_lines(TEXTS)]
 
 
+def test_older_versions_of_transformers_know_its_class(tmp_path: Path) -> None:
+    """Version 5 has another name for the class that reads tokenizer.json, and writes it into what it saves."""
+    model = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1}, [])))
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    found = PretrainedTokenizer.read(tmp_path)
+    assert json.loads(found.files()["tokenizer_config.json"])["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert "backend" not in found.config
+    found.save(tmp_path)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path)("ab")["input_ids"] == [0, 1]
+
+
 @pytest.fixture
 def gpt2(tmp_path: Path) -> Path:
     """A folder in which no file names the end token."""

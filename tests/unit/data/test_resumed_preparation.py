@@ -30,6 +30,7 @@ SOURCES = ("text.txt", "*.jsonl", "*.jsonl.gz", "*.parquet")
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr(corpus_pieces, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(prepare_text, "_GROUP_BYTES", 1)
     monkeypatch.setattr(prepare_text, "SAVED_BYTES", 2500)
 
 
@@ -59,7 +60,7 @@ class EndingMap:
 
     def __call__(self, function: Callable[[Any], Any], items: Iterator[Any]) -> Iterator[Any]:
         for item in items:
-            if getattr(function, "func", None) is prepare_text._encode:
+            if getattr(function, "func", None) is prepare_text._encode_all:
                 if self.encoded == self.last:
                     self.act()
                 self.encoded += 1

@@ -1,13 +1,19 @@
 """Labelled texts from every form of file, and one line for what is wrong with them."""
 
+import errno
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from hvd_transformer.config import load
+from hvd_transformer.data.build_once import ALONE, Stopped
+from hvd_transformer.data.published import source_path
+from hvd_transformer.data.splits import real_path
 from hvd_transformer.data.tables import TableFiles
+from hvd_transformer.data.text_corpus import open_text
 from hvd_transformer.errors import UserError
 
 ROWS = [('房间很好，服务 "不错"', "1"), ("a, b\nand c", "0"), ("", "1")]
@@ -139,3 +145,38 @@ def test_what_is_missing_is_told_with_what_there_is(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     assert refused(folder) == f"{folder}: no train split; it must hold train.csv, train.tsv or train.jsonl"
+
+
+def test_a_link_to_a_file_without_ending(tmp_path: Path) -> None:
+    """As in the cache of huggingface_hub."""
+    (tmp_path / "3f2a").write_text(CSV, encoding="utf-8")
+    (tmp_path / "test.csv").symlink_to("3f2a")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    assert real_path(tmp_path / "test.csv") == tmp_path / "test.csv"
+    assert real_path(tmp_path / "link") == tmp_path / "folder"
+    config = load(overrides=["task=classification", f"data.source={tmp_path / 'test.csv'}"]).data
+    assert source_path(config, {}, ALONE) == tmp_path / "test.csv"
+
+
+def test_counting_the_rows_of_a_large_file_can_be_stopped(tmp_path: Path) -> None:
+    (tmp_path / "all.csv").write_text("label,text\n" + "1,a\n" * 20_000)
+    looks: list[None] = []
+    config = load(overrides=["task=classification"]).data
+    rows = TableFiles(config, lambda: bool(looks.append(None)) or len(looks) == 3).open(tmp_path / "all.csv", seed=1)
+    with pytest.raises(Stopped):
+        next(iter(rows.splits["train"]()))
+    assert len(looks) == 3
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(path: Path, *more: object, **options: object) -> bool:  # root may read everything
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    files = TableFiles(load(overrides=["task=classification"]).data)
+    monkeypatch.setattr(Path, "is_file", refuses)
+    for call in (lambda: files.open(tmp_path, seed=1), lambda: files.open_split(tmp_path, None)):
+        with pytest.raises(UserError, match=rf"^{tmp_path}: cannot be read: Permission denied$"):
+            call()
+    with pytest.raises(UserError, match="cannot be read: Permission denied"):
+        open_text(load().data, tmp_path / "a.txt", None)

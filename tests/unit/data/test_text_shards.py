@@ -28,6 +28,7 @@ def tokenizer(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr(corpus_pieces, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(prepare_text, "_GROUP_BYTES", 1)
 
 
 def prepare(source: object, own: Path | None, root: Path, context=ALONE, **settings) -> PreparedData:
@@ -313,3 +314,49 @@ def test_nothing_in_it(name: str, data: bytes, message: str, tokenizer: Path, tm
     (tmp_path / name.replace("*", "x")).write_bytes(data)
     with pytest.raises(UserError, match=message):
         prepare(tmp_path / name, tokenizer, tmp_path)
+
+
+def test_many_small_files_go_to_other_processes_together(tokenizer: Path, tmp_path: Path, monkeypatch) -> None:
+    """Each item takes a copy of the tokenizer along, which may have megabytes. The tokens are the same."""
+    for number, document in enumerate(DOCUMENTS):
+        write(tmp_path / "data" / f"s-{number:05}.jsonl", [document])
+    alone = tokens(prepare(tmp_path / "data/*.jsonl", tokenizer, tmp_path / "alone", split=[0.8, 0.2]))
+    groups: list[int] = []
+
+    def counted(function, items):
+        for item in items:
+            if getattr(function, "func", None) is prepare_text._encode_all:
+                groups.append(len(item))
+            yield function(item)
+
+    monkeypatch.setattr(prepare_text, "_GROUP_BYTES", 2**20)
+    context = PrepareContext(counted)
+    assert tokens(prepare(tmp_path / "data/*.jsonl", tokenizer, tmp_path, context, split=[0.8, 0.2])) == alone
+    assert len(groups) == 2 and sum(groups) == len(DOCUMENTS)
+
+
+def test_what_is_in_a_group_before_a_bad_file_is_kept(tokenizer: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(prepare_text, "_GROUP_BYTES", 2**20)
+    monkeypatch.setattr(prepare_text, "SAVED_BYTES", 1)
+    for number, document in enumerate(DOCUMENTS[:60]):
+        write(tmp_path / "data" / f"s-{number:05}.jsonl", [document])
+    bad = tmp_path / "data" / "s-00030.jsonl"
+    kept, messages = bad.read_bytes(), list[str]()
+    bad.write_bytes(b"no json\n")
+    with pytest.raises(UserError, match=r"s-00030.jsonl, line 1"):
+        prepare(tmp_path / "data/*.jsonl", tokenizer, tmp_path, split=[0.9, 0.1])
+    bad.write_bytes(kept)
+    context = PrepareContext(report=messages.append)
+    found = tokens(prepare(tmp_path / "data/*.jsonl", tokenizer, tmp_path, context, split=[0.9, 0.1]))
+    assert sum(found, []) == reference(tokenizer, DOCUMENTS[:60])
+    assert any("resumes after" in message for message in messages)
+
+
+def test_a_pattern_of_one_file_is_prepared_anew_for_other_shares(tokenizer: Path, tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", ".jsonl", number=1)
+    sizes = []
+    for split in ([0.9, 0.05, 0.05], [0.4, 0.3, 0.3]):
+        found = tokens(prepare(tmp_path / "data/*.jsonl", tokenizer, tmp_path, split=split))
+        assert sum(found, []) == reference(tokenizer)
+        sizes.append([own.count(2) for own in found])
+    assert [own[0] for own in sizes] == pytest.approx([270, 120], abs=3)

@@ -247,3 +247,20 @@ def test_bad_shards(tokenizer: Path, tmp_path: Path) -> None:
     needs = "/c/0_text_document.bin: has no 0_text_document.idx beside it, which Megatron's token files need"
     assert told("c/0_text_document.bin") == told("c/*_document*") == needs
     assert "c/*.idx: no such file; names must end in .txt," in told("c/*.idx")
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_one_split_of_a_folder_is_evaluated_without_the_others(split: str, tokenizer: Path, tmp_path: Path) -> None:
+    ids = reference(tokenizer, SPLITS[split])
+    write_nanogpt(tmp_path / f"{split}.bin", ids)
+    config = DataConfig(source="other", cache_dir=str(tmp_path / "cache"))
+    corpus = open_text(config, tmp_path, None if split == "test" else "valid")
+    (found,) = prepare_corpus(config, corpus, PretrainedTokenizer.open(tokenizer), ALONE).splits.values()
+    assert found[:].tolist() == ids
+
+
+def test_a_split_that_is_there_whole_and_in_shards_is_refused(tokenizer: Path, tmp_path: Path) -> None:
+    for name in ("train", "train_000", "train_001", "val"):
+        write_nanogpt(tmp_path / f"{name}.bin", reference(tokenizer))
+    with pytest.raises(UserError, match=r"train: both train.bin and train_000.bin: the same documents may be there"):
+        prepare(tmp_path, tokenizer, tmp_path)

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from torchtext.data.utils import get_tokenizer
 from torchtext.vocab import Vocab
 
+from hvd_transformer.data import tokenizers
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.tokenizers import (
     BEGIN,
@@ -209,3 +210,24 @@ def test_damaged_tokenizer(tmp_path, name, content):
 def test_no_tokenizer(tmp_path):
     with pytest.raises(UserError, match="no tokenizer; it must hold tokenizer.json or vocabulary.json"):
         load_tokenizer(tmp_path)
+
+
+def test_a_long_document_is_given_to_the_library_in_parts(bpe, monkeypatch) -> None:
+    """Its encodings take more than a hundred times the memory of a text."""
+    texts = ["a cat and\n\n a dog's 42 naïve days. " * 900, "", "short"]
+    wanted = [ids.tolist() for ids in bpe.encode_texts(texts)]
+    assert wanted == [bpe.model.encode(text, add_special_tokens=False).ids for text in texts]
+    monkeypatch.setattr(tokenizers, "_AT_ONCE", 1000)
+    monkeypatch.setattr(tokenizers, "_PART_CHARACTERS", 500)
+    sizes: list[int] = []
+    real = bpe.model
+
+    class Watched:
+        def encode_batch_fast(self, texts, **options):
+            sizes.append(sum(map(len, texts)))
+            return real.encode_batch_fast(texts, **options)
+
+    monkeypatch.setattr(bpe, "model", Watched())
+    assert [ids.tolist() for ids in bpe.encode_texts(texts)] == wanted
+    assert [ids.tolist() for ids in bpe.encode_lines(["a b"] * 900)] == [real.encode("a b").ids] * 900
+    assert max(sizes) < 2000 and len(sizes) > 20

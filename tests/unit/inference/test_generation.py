@@ -152,6 +152,19 @@ def test_models_of_transformers_whose_cache_cannot_select_rows(kind: str) -> Non
         assert more == text[len(prompt) :]
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_long_prompt_does_not_make_the_logits_of_all_its_tokens(adapted: bool) -> None:
+    config = transformers.GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=2, eos_token_id=None)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    lengths: list[int] = []
+    model.lm_head.register_forward_hook(lambda module, given, made: lengths.append(made.size(1)))
+    if adapted:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["c_attn"]))
+    generate(model, [[1] * 9, [2] * 9], 3, Sampling(temperature=0), MAX_LENGTH)
+    assert lengths == [1, 1, 1]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_without_a_token_are_never_sampled(way: str) -> None:
     """As if the model did not have them."""

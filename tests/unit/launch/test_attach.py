@@ -191,6 +191,9 @@ def test_a_refused_start_leaves_nothing(tmp_path: Path) -> None:
 def test_without_a_run_directory_there_is_no_launcher(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run: no such run directory$"):
         LaunchClient(tmp_path / "run")
+    (tmp_path / "launch.log").touch()
+    with pytest.raises(UserError, match=r"launch.log: no such run directory$"):
+        LaunchClient(tmp_path / "launch.log")
     with pytest.raises(UserError, match=r": no launcher is at work here$"):
         LaunchClient(tmp_path)
 

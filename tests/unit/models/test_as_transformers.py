@@ -76,6 +76,15 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> Non
     assert sum(weight.numel() for weight in theirs.parameters()) >= count + untied
 
 
+def test_a_number_of_tokens_is_an_integer() -> None:
+    """Readers of the file refuse others, or warn."""
+    words = CASES["Llama, yarn"]
+    config = load(overrides=["data.sequence_length=48", *SIZE, *words]).model
+    found = as_transformers(config, {name: weight.data for name, weight in made(words).named_parameters()}).config
+    for key in ("rope_parameters", "rope_scaling"):
+        assert repr(found[key]["original_max_position_embeddings"]) == "12"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -85,6 +94,7 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> Non
         (["model.norm_type=rms"], r"model\.activation=gelu: with norm_type=rms, llama has activation=swiglu"),
         ([*LLAMA, "model.position=learned"], r"model\.position=learned: .* llama has position=rotary"),
         ([*LLAMA, "model.qk_norm=true", "model.bias=true"], r"model\.bias=True: qwen3 has bias=false"),
+        ([*LLAMA, "model.num_heads=3", "model.head_width=12"], r"model\.d_model=32: llama has a multiple of num_heads"),
         (["model.num_kv_heads=2"], r"model\.num_kv_heads=2: with norm_type=layer, GPT-2 has num_kv_heads=none"),
     ],
 )  # fmt: skip

@@ -44,6 +44,15 @@ def test_a_model_that_sees_what_comes_is_no_language_model(folder: Path) -> None
     assert pretrained.load_language_model(folder)
 
 
+def test_a_model_without_a_limit_takes_any_length(folder: Path) -> None:
+    """XLNet's configuration states a limit of -1."""
+    model = transformers.XLNetForSequenceClassification(
+        transformers.XLNetConfig(vocab_size=VOCABULARY, d_model=16, n_layer=1, n_head=2, d_inner=24)
+    )
+    assert pretrained.num_positions(model) is None
+    pretrained.check_fits(model, folder, VOCABULARY, 4000)
+
+
 def test_a_head_keeps_its_numbers(folder: Path) -> None:
     """What the folder calls its classes, and that the head is kept, or new where there are more classes."""
     theirs = classifier(folder, id2label={0: "good", 1: "bad"}, label2id={"good": 0, "bad": 1})

@@ -6,7 +6,7 @@ from small_plan import SMALL, D, T, V, small_plan
 from hvd_transformer.config import Config, load
 from hvd_transformer.planning import memory_savings
 from hvd_transformer.planning.memory_estimate import MemoryEstimate, estimate_memory
-from hvd_transformer.planning.memory_plan import make_plan
+from hvd_transformer.planning.memory_plan import batch_samples, make_plan
 from hvd_transformer.planning.memory_savings import savings
 from hvd_transformer.planning.partition import check_partition
 
@@ -86,6 +86,11 @@ def test_what_a_configuration_cannot_have_is_not_proposed(monkeypatch: pytest.Mo
     texts = ["task=translation", "data.source=multi30k", "data.batch_tokens=100", "data.tokenizer=basic_english"]
     assert "data.batch_tokens" in keys(*texts) and "training.batch_size" not in keys(*texts)
     assert not keys(*texts, resumes=True) & {"data.batch_tokens", "training.batch_size"}
+    # Conversations are samples of different lengths, too.
+    chats = load(overrides=["model.pretrained=chats", "data.messages_column=messages", "data.batch_tokens=300"])
+    found = {key for key, _ in memory_savings._candidates(chats, 1, evaluation=False)}
+    assert "data.batch_tokens" in found and "training.batch_size" not in found
+    assert batch_samples(chats) == 300 // chats.data.sequence_length
 
 
 def test_what_else_a_smaller_batch_changes_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,56 @@ def test_a_sweep_of_which_no_trial_can_be_trained_is_wrong_input_and_goes_on_whe
     assert sorted(second.trained) == sorted(expected())
 
 
+def test_halving_trains_its_steps_whatever_the_epochs_of_the_preset(tmp_path: Path) -> None:
+    """An epoch has a step at least, so that many epochs are enough; those of the sweep's own settings are a limit."""
+    chosen = Sweep(**HALVING)
+    assert {"training.epochs=60", "training.max_steps=10"} <= set(chosen.settings_of({"seed": 1}, 10))
+    limited = Sweep(**{**HALVING, "settings": {"training.epochs": 3}})
+    assert "training.epochs=3" in limited.settings_of({"seed": 1}, 10)
+    assert not any("epochs" in word for word in chosen.settings_of({"seed": 1}))
+
+
+def test_the_steps_that_are_shown_are_those_of_the_run(tmp_path: Path) -> None:
+    """It may end before its rung does, as by training.patience."""
+
+    class EndsEarly(FakeTraining):
+        def run(self, tasks: Sequence[Task], begun: Callable[[], None]) -> Iterator[tuple[Task, int]]:
+            for task, code in super().run(tasks, begun):
+                file = task.run / "summary.json"
+                file.write_text(json.dumps({**json.loads(file.read_text()), "steps": 7}))
+                yield task, code
+
+    trials = Trials(Sweep(**HALVING), tmp_path)
+    run_sweep(trials, EndsEarly(), no_news)
+    columns, rows = table(trials)
+    assert {row[columns.index("steps")] for row in rows} == {"7"}
+
+
+OPTUNA = {**HALVING, "halving": None, "method": "optuna", "trials": 6, "parameters": {"seed": {"min": 1, "max": 9}}}
+
+
+def test_optuna_goes_on_after_a_trial_that_does_not_fit(tmp_path: Path) -> None:
+    """Also if it is the first: another one may."""
+    pytest.importorskip("optuna")
+    whole = FakeTraining()
+    run_sweep(Trials(Sweep(**OPTUNA), tmp_path / "whole"), whole, no_news)
+    first = whole.trained[0][0]
+    trials = Trials(Sweep(**OPTUNA), tmp_path / "one")
+    run_sweep(trials, FailsWith(2, first), no_news)
+    assert [trial.failed for trial in trials.all][:1] == [True]
+    assert len(trials.all) == 6 and any(trial.value is not None for trial in trials.all)
+
+
+def test_optuna_ends_where_no_trial_can_be_trained(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    trials, training = Trials(Sweep(**OPTUNA), tmp_path), FailsWith(2, *range(1, 10))
+    with pytest.raises(UserError, match=r"trial-003: cannot be trained: .*; its error is above$"):
+        run_sweep(trials, training, no_news)
+    assert len(training.trained) == 3
+    with pytest.raises(UserError, match=r"trial-004: cannot be trained"):  # the same command goes on
+        run_sweep(Trials(Sweep(**OPTUNA), tmp_path), training, no_news)
+
+
 def test_failed_trials_are_trained_again_when_asked(tmp_path: Path) -> None:
     run_sweep(Trials(Sweep(**HALVING), tmp_path), FailsWith(137, 3, 7), no_news)
     trials, again = Trials(Sweep(**HALVING), tmp_path), FakeTraining()
@@ -297,7 +347,7 @@ def test_trials_that_the_service_does_not_take_yet_follow(
 def test_a_sweep_that_waits_for_room_asks_ever_more_seldom_until_a_trial_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each attempt makes the service check a configuration; the queue is full for an hour, then the first trial ends."""
+    """Each attempt makes the service check a configuration. The queue is full for an hour; then one trial ends."""
     now, attempts = 0.0, list[float]()
 
     class Clock:

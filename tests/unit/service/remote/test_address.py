@@ -28,6 +28,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("https://host/api", "--server https://host/api: must be like"),
         ("https://user:secret@host", "--server https://user:secret@host: must be like"),
         ("https://host:port", "--server https://host:port: must be like"),
+        ("https://[::1", "--server https://[::1: must be like"),
         ("http://host:8080", "--server http://host:8080: the token would cross the network unencrypted; use https://"),
         ("http://10.0.0.1", "--server http://10.0.0.1: the token would cross the network unencrypted; use https://"),
     ],
