@@ -22,7 +22,7 @@ _TOKENS = ("bos_token", "eos_token", "pad_token")
 _END = "<|endoftext|>"  # of GPT-2 and others, some of whose folders do not name it
 # Keys that tell how it was read, not what it is.
 _READ_KEYS = ("backend", "is_local", "local_files_only", "name_or_path")
-# The class that reads tokenizer.json as it is: its name in transformers 5, which older versions do not know, and theirs.
+# The class that reads tokenizer.json as it is: its name in transformers 5, and the one that older versions know, too.
 _CLASS_5, CLASS = "TokenizersBackend", "PreTrainedTokenizerFast"
 
 

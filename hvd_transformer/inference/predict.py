@@ -86,8 +86,8 @@ def translate(
 
 
 class _OwnLimits:
-    """A processor of logits for `generate` of transformers: each target ends at the limit [B] of its source, whatever the
-    other sources of the batch are."""
+    """A processor of logits for `generate` of transformers: each target ends at the limit [B] of its source, whatever
+    the other sources of the batch are."""
 
     def __init__(self, limits: Tensor, end: int) -> None:
         self.limits, self.end = limits, end
