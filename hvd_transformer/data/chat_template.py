@@ -21,7 +21,7 @@ from hvd_transformer.huggingface import from_folder
 Messages = Sequence[Mapping[str, Any]]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ANSWER = "hvd-answer"  # which no template writes itself
-_TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_TODAY = re.compile(r"strftime_now\(\s*(['\"])([^'\"]*)\1\s*\)")  # in its usual form
 _DATE = datetime(2024, 7, 26)  # of the data, in templates that ask for today's: what Llama 3.2's has without a clock
 
 

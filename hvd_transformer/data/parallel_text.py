@@ -59,7 +59,7 @@ class PairFiles(ExampleFiles):
         stems = {name.removesuffix(ending) for name in names if name.endswith(ending)}
         stems |= {file.name.partition("-src.")[0] for file in folder.glob(f"test*-src{ending}.sgm")}
         tabbed = (file.name for end in _TABS for file in folder.glob(end.format("test*")))
-        stems |= {name.removesuffix(".gz").removesuffix(".tsv") for name in tabbed}
+        stems = stems or {name.removesuffix(".gz").removesuffix(".tsv") for name in tabbed}
         if len(stems) > 1:
             choices = " or data.test=".join(sorted(stems))
             raise UserError(f"{folder}: several test splits; choose with data.test={choices}")

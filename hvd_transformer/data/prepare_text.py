@@ -181,7 +181,7 @@ def _grouped(pieces: Iterable[Piece | Rows]) -> Iterator[list[Piece | Rows]]:
             if size >= _GROUP_BYTES:
                 yield group
                 group, size = [], 0
-    except Exception:  # what was read before an error, or a stop, is kept, too
+    except UserError:  # what was read before a wrong file is kept, too
         if group:
             yield group
         raise

@@ -185,10 +185,10 @@ class ExampleFiles(ABC):
 
 
 def real_path(path: Path) -> Path:
-    """The file or folder behind links, unless its name has another ending, which tells how a file is read: in the cache
-    of huggingface_hub it has none."""
+    """The file or folder behind links, unless a file's name has another ending, which tells how it is read: in the
+    cache of huggingface_hub it has none."""
     found = path.resolve()
-    return found if found.suffix == path.suffix else path.absolute()
+    return found if found.is_dir() or found.suffixes[-2:] == path.suffixes[-2:] else path.absolute()
 
 
 @contextmanager

@@ -174,11 +174,15 @@ def _what_else(vocab_size: int, wide: bool) -> str:
 def _find(folder: Path, stem: str) -> Files:
     """The `.bin` files of a split."""
     where, one = f"{folder}: {stem}", folder / f"{stem}{TOKENS}"
-    several = find_token_files((folder / stem).glob("*"), where)
-    several = several or find_token_files(folder.glob(f"{stem}[-_]*"), where)
-    if several and one.is_file():
-        raise UserError(f"{where}: both {one.name} and {several[0].name}: the same documents may be there twice")
-    return (one,) if one.is_file() else several or find_token_files(folder.glob(f"{stem}.*"), where)
+    if not one.is_file():
+        found = find_token_files((folder / stem).glob("*"), where)
+        return found or find_token_files(folder.glob(f"{stem}[-_.]*"), where)
+    # Beside it only numbered names are shards, not train_small.bin.
+    if beside := sorted(path.name for path in folder.glob(f"{stem}[-_][0-9]*{TOKENS}")):
+        raise UserError(
+            f"{where}: both {one.name} and {beside[0]}; the same documents may be there twice; move one away"
+        )
+    return (one,)
 
 
 def _corpus(name: str, splits: dict[str, Spans]) -> TokenCorpus:

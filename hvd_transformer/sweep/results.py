@@ -35,7 +35,7 @@ def write_results(trials: Trials) -> None:
     writer.writerow(columns)
     writer.writerows(rows)
     files = {"results.csv": text.getvalue().encode()}
-    if any(trial.value is not None for trial in trials.all):
+    if trials.any_result:
         files["results.png"] = _picture(trials)
     for name, content in files.items():
         try:

@@ -14,7 +14,7 @@ from hvd_transformer.sweep.definition import Sweep
 from hvd_transformer.sweep.sampling import all_values, suggested
 from hvd_transformer.sweep.trials import Trial, Trials
 
-_MOST_REFUSED = 3  # trials of Optuna for wrong input, if none has a result: then it is not their values
+_MOST_REFUSED = 3  # trials that Optuna suggests, if none has a result
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,16 @@ def run_sweep(trials: Trials, runner: Runner, show: Callable[[Trial, int | None]
 
     Raises `UserError` if no trial can be trained for wrong input, and `TrialStopped`.
     """
-    sweep = trials.sweep
+    sweep, refused = trials.sweep, list[Task]()
     if sweep.method == "optuna":
         for number in range(1, (sweep.trials or 0) + 1):
             before = [(trial.values, trial.value) for trial in trials.all[: number - 1]]
             known = number <= len(trials.all)
-            _rung(trials, [trials.trial(number, {} if known else suggested(sweep, before))], None, runner, show)
+            trial = trials.trial(number, {} if known else suggested(sweep, before))
+            refused += _rung(trials, [trial], None, runner, show)
+            # Another trial may fit, unless it is not their values.
+            if len(refused) >= min(_MOST_REFUSED, sweep.trials or 1) and not trials.any_result:
+                raise _untrainable(refused[-1], "; --retry-failed trains failed trials again")
         return
     alive = [trials.trial(number, values) for number, values in enumerate(all_values(sweep), start=1)]
     for max_steps in sweep.rungs:
@@ -67,7 +71,8 @@ def _rung(
     max_steps: int | None,
     runner: Runner,
     show: Callable[[Trial, int | None], None],
-) -> None:
+) -> list[Task]:
+    """Returns what was refused for wrong input."""
     rung = "end" if max_steps is None else str(max_steps)
     trials.save()
     tasks = [_task(trials, trial, max_steps) for trial in alive if rung not in trial.results and not trial.failed]
@@ -91,15 +96,16 @@ def _rung(
             raise TrialStopped(task.trial, code)
         result = _metric(trials.sweep, summary, task.run) if code == 0 else None
         record(task, summary, result)
-    in_vain = bool(refused) and all(trial.value is None for trial in trials.all)
-    # Optuna has one trial a rung, and another one may fit; in a grid they all are refused at once.
-    suggested_one = trials.sweep.method == "optuna"
-    if not in_vain or suggested_one:
-        for task in refused:
-            record(task, {}, None)
-    if in_vain and (not suggested_one or len(trials.all) >= _MOST_REFUSED):
-        first = refused[0]
-        raise UserError(f"{first.trial.name}: cannot be trained: {' '.join(first.words)}; its error is above")
+    if refused and trials.sweep.method != "optuna" and not trials.any_result:  # in a grid all are refused at once
+        raise _untrainable(refused[0])
+    for task in refused:
+        record(task, {}, None)
+    return refused
+
+
+def _untrainable(task: Task, more: str = "") -> UserError:
+    words = " ".join(task.words)
+    return UserError(f"{task.trial.name}: cannot be trained: {words}; its error is above{more}")
 
 
 def _task(trials: Trials, trial: Trial, max_steps: int | None) -> Task:

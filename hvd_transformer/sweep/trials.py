@@ -95,6 +95,11 @@ class Trials:
             self.all.append(Trial(number, values))
         return self.all[number - 1]
 
+    @property
+    def any_result(self) -> bool:
+        """Whether a trial has a result."""
+        return any(trial.value is not None for trial in self.all)
+
     def forget_failures(self) -> None:
         """Let the trials that failed go on from their last results."""
         for trial in self.all:

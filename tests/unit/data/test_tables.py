@@ -151,10 +151,18 @@ def test_a_link_to_a_file_without_ending(tmp_path: Path) -> None:
     """As in the cache of huggingface_hub."""
     (tmp_path / "3f2a").write_text(CSV, encoding="utf-8")
     (tmp_path / "test.csv").symlink_to("3f2a")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "link").symlink_to("folder")
-    assert real_path(tmp_path / "test.csv") == tmp_path / "test.csv"
-    assert real_path(tmp_path / "link") == tmp_path / "folder"
+    (tmp_path / "v1.2").mkdir()
+    (tmp_path / "current").symlink_to("v1.2")
+    (tmp_path / "blob.gz").touch()
+    (tmp_path / "test.jsonl.gz").symlink_to("blob.gz")
+    (tmp_path / "other.csv").symlink_to("test.csv")
+    (tmp_path / "all.csv").touch()
+    (tmp_path / "link.csv").symlink_to("all.csv")
+    for name, wanted in {
+        "test.csv": "test.csv", "other.csv": "other.csv", "test.jsonl.gz": "test.jsonl.gz", "link.csv": "all.csv",
+        "current": "v1.2",
+    }.items():  # fmt: skip
+        assert real_path(tmp_path / name) == tmp_path / wanted
     config = load(overrides=["task=classification", f"data.source={tmp_path / 'test.csv'}"]).data
     assert source_path(config, {}, ALONE) == tmp_path / "test.csv"
 

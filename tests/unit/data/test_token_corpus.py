@@ -262,5 +262,8 @@ def test_one_split_of_a_folder_is_evaluated_without_the_others(split: str, token
 def test_a_split_that_is_there_whole_and_in_shards_is_refused(tokenizer: Path, tmp_path: Path) -> None:
     for name in ("train", "train_000", "train_001", "val"):
         write_nanogpt(tmp_path / f"{name}.bin", reference(tokenizer))
-    with pytest.raises(UserError, match=r"train: both train.bin and train_000.bin: the same documents may be there"):
+    with pytest.raises(UserError, match=r"train: both train.bin and train_000.bin; the same documents may be there"):
         prepare(tmp_path, tokenizer, tmp_path)
+    for number in range(2):
+        (tmp_path / f"train_00{number}.bin").rename(tmp_path / f"train_small{number}.bin")
+    prepare(tmp_path, tokenizer, tmp_path)
