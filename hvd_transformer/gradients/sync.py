@@ -62,9 +62,11 @@ class GradSync:
         self.embedding_grads: dict[str, EmbeddingGrad] = {}
         self._index = {buffer: index for index, buffer in enumerate(self.buffers)}
         rows = [slot for buffer in self.buffers for slot in buffer.slots if slot.name in (embeddings or {})]
-        of_rows_alone = {name for name, plan in (embeddings or {}).items() if plan.gather and not plan.dense}
+        self._of_rows_alone = {name for name, plan in (embeddings or {}).items() if plan.gather and not plan.dense}
         layouts = {
-            _name(index): Layout(buffer.parameters, [slot for slot in buffer.slots if slot.name not in of_rows_alone])
+            _name(index): Layout(
+                buffer.parameters, [slot for slot in buffer.slots if slot.name not in self._of_rows_alone]
+            )
             for buffer, index in self._index.items()
         }
         layouts |= {_rows_name(slot): Layout(slot.parameter.data) for slot in rows}
@@ -166,6 +168,11 @@ class GradSync:
 
     def _store_grad(self, buffer: GradBuffer, slot: ParamSlot, _: Tensor) -> None:
         self.check_unsent(buffer, slot)
+        if slot.name in self._of_rows_alone:
+            raise RuntimeError(
+                f"{slot.name}: a gradient came besides that of its lookups; where an embedding is tied, a module must "
+                "have its weight, such as nn.Linear (`output.weight = embedding.weight`)"
+            )
         buffer.store_grad(slot)
         if buffer.missing:
             self.count_grad(buffer)

@@ -200,7 +200,7 @@ class Engine:
             ModelStage(layers[start:stop], device)
             for (start, stop), device in zip(ends, self.mesh.devices, strict=True)
         ]
-        agree(self.world, lambda: check_layers(stages, model, self.shapes))
+        agree(self.world, lambda: check_layers(stages, model, self.shapes, self.config.parallel.recompute))
         if len(stages) > 1:
             agree(self.world, lambda: check_shared_weights(stages))
         return stages

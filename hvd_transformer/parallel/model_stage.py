@@ -1,6 +1,7 @@
 """Pipeline stages with their gradient buffers and optimizers: which buffer each parameter is in, and of what size."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -74,15 +75,41 @@ def check_shared_weights(stages: Sequence[ModelStage]) -> None:
                     )
 
 
-def check_layers(stages: Sequence[ModelStage], model: nn.Module, trained: Collection[str]) -> None:
-    """Raise `UserError` if a trained weight belongs to no layer, which can happen in a user-defined task."""
-    in_layers = {id(weight) for stage in stages for layer in stage.layers for weight in layer.module.parameters()}
+def check_layers(
+    stages: Sequence[ModelStage], model: nn.Module, trained: Collection[str], recompute: str = "never"
+) -> None:
+    """Raise `UserError` for what only a user-defined task can have: a trained weight of no layer, two layers of one
+    name, and modules whose results differ from rank to rank or when they are recomputed."""
+    layers = [layer for stage in stages for layer in stage.layers]
+    for name, count in Counter(layer.name for layer in layers).items():
+        if count > 1:
+            raise UserError(f"the task's `layers`: {count} have the name {name}; each needs one of its own")
+    for layer in layers:
+        for name, module in layer.module.named_modules():
+            where = f"layer {layer.name}: {name or 'its module'}, a {type(module).__name__},"
+            if getattr(module, "track_running_stats", False):
+                raise UserError(
+                    f"{where} keeps running statistics, which differ from rank to rank and are not saved; use a norm "
+                    "without them, such as LayerNorm or GroupNorm"
+                )
+            if layer.recompute and recompute != "never" and _drops_anew(module):
+                raise UserError(
+                    f"parallel.recompute={recompute}: {where} would drop other values when it is recomputed; use "
+                    "hvd_transformer.tasks.Dropout, or `recompute=False` of the Layer"
+                )
+    in_layers = {id(weight) for layer in layers for weight in layer.module.parameters()}
     for name, weight in model.named_parameters():
         if name in trained and id(weight) not in in_layers:
             raise UserError(
                 f"the task's `layers`: no Layer has the parameter {name}; add it to the module of the Layer that uses "
                 "it, or name it in `frozen`"
             )
+
+
+def _drops_anew(module: nn.Module) -> bool:
+    """Whether a module of torch.nn draws what it drops from torch's generator."""
+    rate = getattr(module, "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout", 0.0)
+    return type(module).__module__.startswith("torch.nn.") and isinstance(rate, float) and rate > 0
 
 
 def add_buffers(

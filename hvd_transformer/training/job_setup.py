@@ -13,6 +13,7 @@ from hvd_transformer.config.batch_size import eval_samples
 from hvd_transformer.config.schema import flatten
 from hvd_transformer.data.build_once import ShouldStop
 from hvd_transformer.data.sampler import Replica
+from hvd_transformer.errors import UserError
 from hvd_transformer.nn.kernel_library import CannotCompile, load_library
 from hvd_transformer.nn.kernels import FusibleLayer, Kernels
 from hvd_transformer.parallel.deferred_init import deferred_init
@@ -106,13 +107,22 @@ def build_model(config: Config, task: Task, mesh: ParallelMesh, *, draw: bool = 
 
     The weights are the same on any number of ranks; without `draw` they are zero, to be loaded.
     """
-    read = task.stored_weights() if draw else None
     with initial_weights(config):
         model, init = deferred_init(lambda: task.model)
-        shapes = shard_model(model, task.cuts, mesh.tp_rank, mesh.tp, init, draw=draw and read is None)
+        frozen, cuts = task.frozen, task.cuts
+        if mesh.tp > 1 and not cuts:
+            raise UserError(
+                f"parallel.tensor={mesh.tp}: the model of task={config.task} has no `cuts`; each of these ranks would "
+                "compute all of it"
+            )
+        # No checkpoint has the weights that are not trained: they are always those that the model begins with.
+        read = task.stored_weights() if draw or frozen else None
+        shapes = shard_model(model, cuts, mesh.tp_rank, mesh.tp, init, draw=(draw or bool(frozen)) and read is None)
     if read is not None:
-        load_pieces(model, task.cuts, mesh.tp_rank, mesh.tp, read)
-    frozen = task.frozen
+        load_pieces(model, cuts, mesh.tp_rank, mesh.tp, read)
+    for name, weight in model.named_parameters():
+        if name in frozen:
+            weight.requires_grad_(False)
     return {name: shape for name, shape in shapes.items() if name not in frozen}
 
 

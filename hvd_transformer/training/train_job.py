@@ -80,6 +80,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
         is_own = world.broadcast_object(checkpoint is not None and directory.holds(checkpoint))
         trainer = _assemble(found, world, mesh, data, checkpoint, is_own, progress, heartbeat)
         agree(world, trackers.check)
+        agree(world, trainer.check_task_entries)
         first_on_host = world.hosts.index(world.host) == world.rank
         agree(
             world,

@@ -23,6 +23,7 @@ from torch import Tensor
 from hvd_transformer.checkpoint.capture import Capture
 from hvd_transformer.checkpoint.restore import restore, restore_outer_state, restore_wire
 from hvd_transformer.checkpoint.store import Snapshot
+from hvd_transformer.checkpoint.task_entries import check_task_entries
 from hvd_transformer.checkpoint.writer import Begun
 from hvd_transformer.comm.streams import has_streams
 from hvd_transformer.comm.world import World, agree
@@ -273,6 +274,10 @@ class Trainer:
         texts = {**task.files, **self.tokenizer_files}
         with self.engine.averaged_weights():
             return self._capture_for(begun).take(self.state.step, state, texts, best)
+
+    def check_task_entries(self) -> None:
+        """Raise `UserError` for what the task wants in a checkpoint that cannot be there."""
+        check_task_entries(self.task.facts, self.task.files, self.tokenizer_files)
 
     def _capture_for(self, begun: Begun | None) -> Capture:
         if begun is None:

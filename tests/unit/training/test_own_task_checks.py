@@ -1,0 +1,130 @@
+"""What a task of one's own cannot have is refused before it costs a run, and what it freezes stays what it was."""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import small_job
+import torch
+from small_job import run, settings, trainer
+from torch import nn
+
+from hvd_transformer.checkpoint.task_entries import STATE_KEYS, check_task_entries
+from hvd_transformer.errors import UserError
+from hvd_transformer.nn.contracts import Layer
+from hvd_transformer.nn.dropout import Dropout
+from hvd_transformer.parallel.model_stage import ModelStage, check_layers
+from hvd_transformer.tasks.language_model_task import LanguageModelTask
+from hvd_transformer.training.job_setup import build_model
+from hvd_transformer.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def check(*layers: Layer, recompute: str = "never") -> None:
+    model = nn.ModuleList(layer.module for layer in layers)
+    check_layers([ModelStage(layers, torch.device("cpu"))], model, (), recompute)
+
+
+def test_each_layer_has_a_name_of_its_own() -> None:
+    """Waits for the parameters of a layer go by its name."""
+    first, second = (Layer("block", nn.Linear(2, 2), nn.Identity()) for _ in range(2))
+    with pytest.raises(UserError, match=r"^the task's `layers`: 2 have the name block; each needs one of its own$"):
+        check(first, second)
+    check(first, second._replace(name="other"))
+
+
+def test_running_statistics_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(UserError, match=r"^layer norm: 1, a BatchNorm1d, keeps running statistics"):
+        check(Layer("norm", module, module))
+    check(Layer("norm", nn.BatchNorm1d(2, track_running_stats=False), nn.Identity()))
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Dropout(0.1), nn.MultiheadAttention(4, 2, dropout=0.1), nn.GRU(4, 4, num_layers=2, dropout=0.5)]
+)
+def test_what_drops_other_values_when_it_is_recomputed_is_refused(module: nn.Module) -> None:
+    layer = Layer("block", nn.Sequential(module), nn.Identity())
+    with pytest.raises(UserError, match=r"^parallel.recompute=always: layer block: 0, a \w+, would drop other values"):
+        check(layer, recompute="always")
+    check(layer)
+    check(layer._replace(recompute=False), recompute="always")
+
+
+@pytest.mark.parametrize("module", [nn.Dropout(0.0), Dropout(0.5), nn.MultiheadAttention(4, 2), nn.Linear(2, 2)])
+def test_what_can_be_recomputed_is_not(module: nn.Module) -> None:
+    check(Layer("block", module, nn.Identity()), recompute="always")
+
+
+@pytest.mark.parametrize(
+    ("facts", "files", "message"),
+    [
+        ({"config": 1}, {}, r"the task's `facts`: config is a key of the checkpoint's own; choose another one"),
+        ({"a": {1}}, {}, r"the task's `facts`: must be values of JSON: "),
+        ({}, {"labels.txt": "a"}, r"the task's `files`: labels.txt: must be a file name that ends in .json or .jinja"),
+        ({}, {"../a.json": "a"}, r"the task's `files`: ../a.json: must be a file name"),
+        ({}, {"state.json": "a"}, r"the task's `files`: state.json: is a file of the checkpoint's own"),
+        ({}, {"vocabulary.json": "a"}, r"the task's `files`: vocabulary.json: is a file of the checkpoint's own"),
+        ({}, {"labels.json": b"a"}, r"the task's `files`: labels.json: must be a text, not bytes"),
+    ],
+)
+def test_what_a_checkpoint_cannot_keep_is_refused(facts: Any, files: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"^{message}"):
+        check_task_entries(facts, files, ["vocabulary.json"])
+
+
+def test_a_checkpoint_has_these_keys_and_the_tasks() -> None:
+    check_task_entries({"labels": ["a", "b"], "count": 3}, {"labels.json": "[]"}, ["vocabulary.json"])
+    job = trainer(settings())
+    job.check_task_entries()
+    assert set(job.capture("", 0, best=False).state) == set(STATE_KEYS)
+
+
+FROZEN = {"embedding.embedding.weight", "blocks.0.attention.qkv.weight", "blocks.0.norm1.weight"}
+
+
+def test_frozen_weights_are_what_the_model_begins_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No checkpoint has them: a start that loads one draws them, too."""
+    monkeypatch.setattr(LanguageModelTask, "frozen", FROZEN)
+    words = ["model.tie_embeddings=false", "communication.embedding_rows=always"]
+    job = trainer(settings(*words))
+    before = small_job.weights(job)
+    run(job, 3)
+    changed = {name for name, weight in small_job.weights(job).items() if not torch.equal(weight, before[name])}
+    assert changed and not changed & FROZEN
+    monkeypatch.setattr(small_job, "Trainer", partial(Trainer, draw=False))
+    resumed = trainer(settings(*words))
+    assert job.engine.frozen_checksum == resumed.engine.frozen_checksum is not None
+    for name, weight in small_job.weights(resumed).items():
+        assert torch.equal(weight, before[name]) or name not in FROZEN
+
+
+def test_tensor_parallelism_without_cuts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks would all compute the same."""
+    monkeypatch.setattr(LanguageModelTask, "cuts", {})
+    config = settings("parallel.tensor=2")
+    task = LanguageModelTask.__new__(LanguageModelTask)
+    task.config, task.data = config, SimpleNamespace(tokenizer=small_job.TOKENIZER)  # type: ignore[assignment]
+    mesh: Any = SimpleNamespace(tp=2, tp_rank=0)
+    with pytest.raises(UserError, match=r"^parallel.tensor=2: the model of task=language_model has no `cuts`"):
+        build_model(config, task, mesh)
+
+
+def test_an_embedding_that_is_tied_by_a_function_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows travel alone, and the rest of its gradient would be lost."""
+    own = LanguageModelTask.layers
+
+    def layers(task: LanguageModelTask) -> list[Layer]:
+        *before, last = own.fget(task)  # type: ignore[attr-defined]
+
+        def tied(*tensors: torch.Tensor) -> Any:
+            return last.run(*tensors) + task.model.embedding.embedding.weight.sum()
+
+        return [*before, last._replace(run=tied)]
+
+    monkeypatch.setattr(LanguageModelTask, "layers", property(layers))
+    words = ["model.tie_embeddings=false", "communication.embedding_rows=always"]
+    with pytest.raises(RuntimeError, match=r"embedding.weight: a gradient came besides that of its lookups"):
+        run(trainer(settings(*words)), 1)
