@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from hvd_transformer.checkpoint import manifest
-from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, STATE
+from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, OUTER, STATE, WIRE
 from hvd_transformer.errors import UserError
 
 # The keys of state.json that are not the task's.
@@ -13,7 +13,7 @@ STATE_KEYS = (
     "format", "task", "config", "data_digest", "splits", "dp", "weights_checksum", "position", "loss_scaler", "wire",
     "frozen_checksum",
 )  # fmt: skip
-_OURS = (MODEL, OPTIMIZER, STATE, manifest.NAME, f"{MODEL}.index.json", f"{OPTIMIZER}.index.json")
+_OURS = (STATE, manifest.NAME, *(f"{name}.index.json" for name in (MODEL, OPTIMIZER, OUTER, WIRE)))
 _ENDINGS = tuple(ending for ending in manifest.SUFFIXES if ending != ".safetensors")
 
 

@@ -188,7 +188,8 @@ def real_path(path: Path) -> Path:
     """The file or folder behind links, unless a file's name has another ending, which tells how it is read: in the
     cache of huggingface_hub it has none."""
     found = path.resolve()
-    return found if found.is_dir() or found.suffixes[-2:] == path.suffixes[-2:] else path.absolute()
+    ending, other = (own.suffixes[-2:] if own.suffix in (".gz", ".zst") else [own.suffix] for own in (path, found))
+    return found if found.is_dir() or ending == other else path.absolute()
 
 
 @contextmanager

@@ -173,15 +173,13 @@ def _what_else(vocab_size: int, wide: bool) -> str:
 
 def _find(folder: Path, stem: str) -> Files:
     """The `.bin` files of a split."""
-    where, one = f"{folder}: {stem}", folder / f"{stem}{TOKENS}"
+    where, one, inside = f"{folder}: {stem}", folder / f"{stem}{TOKENS}", list((folder / stem).glob("*"))
     if not one.is_file():
-        found = find_token_files((folder / stem).glob("*"), where)
-        return found or find_token_files(folder.glob(f"{stem}[-_.]*"), where)
+        return find_token_files(inside, where) or find_token_files(folder.glob(f"{stem}[-_.]*"), where)
     # Beside it only numbered names are shards, not train_small.bin.
-    if beside := sorted(path.name for path in folder.glob(f"{stem}[-_][0-9]*{TOKENS}")):
-        raise UserError(
-            f"{where}: both {one.name} and {beside[0]}; the same documents may be there twice; move one away"
-        )
+    if beside := find_token_files([*folder.glob(f"{stem}[-_.][0-9]*"), *inside], where):
+        other = beside[0].relative_to(folder)
+        raise UserError(f"{where}: both {one.name} and {other}; the same documents may be there twice; move one away")
     return (one,)
 
 

@@ -168,7 +168,7 @@ class GradSync:
 
     def _store_grad(self, buffer: GradBuffer, slot: ParamSlot, _: Tensor) -> None:
         self.check_unsent(buffer, slot)
-        if slot.name in self._of_rows_alone:
+        if slot.name in self._of_rows_alone:  # which nobody would add to the gathered rows
             raise RuntimeError(
                 f"{slot.name}: a gradient came besides that of its lookups; where an embedding is tied, a module must "
                 "have its weight, such as nn.Linear (`output.weight = embedding.weight`)"

@@ -200,7 +200,10 @@ class Engine:
             ModelStage(layers[start:stop], device)
             for (start, stop), device in zip(ends, self.mesh.devices, strict=True)
         ]
-        agree(self.world, lambda: check_layers(stages, model, self.shapes, self.config.parallel.recompute))
+        parallel, sharded = self.config.parallel, self.mesh.zero_shard.count > 1
+        has_one = parallel.recompute == "except_last" and parallel.micro_batches == 1  # which is the last
+        recompute = "never" if has_one else parallel.recompute
+        agree(self.world, lambda: check_layers(stages, model, self.shapes, recompute=recompute, sharded=sharded))
         if len(stages) > 1:
             agree(self.world, lambda: check_shared_weights(stages))
         return stages

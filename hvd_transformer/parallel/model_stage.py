@@ -76,18 +76,26 @@ def check_shared_weights(stages: Sequence[ModelStage]) -> None:
 
 
 def check_layers(
-    stages: Sequence[ModelStage], model: nn.Module, trained: Collection[str], recompute: str = "never"
+    stages: Sequence[ModelStage],
+    model: nn.Module,
+    trained: Collection[str],
+    *,
+    recompute: str = "never",
+    sharded: bool = False,
 ) -> None:
-    """Raise `UserError` for what only a user-defined task can have: a trained weight of no layer, two layers of one
-    name, and modules whose results differ from rank to rank or when they are recomputed."""
+    """Raise `UserError` for what only a user-defined task can have: a trained weight of no layer, modules whose results
+    differ from rank to rank or when they are recomputed, and, with a `sharded` optimizer, two layers of one name."""
     layers = [layer for stage in stages for layer in stage.layers]
-    for name, count in Counter(layer.name for layer in layers).items():
-        if count > 1:
-            raise UserError(f"the task's `layers`: {count} have the name {name}; each needs one of its own")
+    for name, count in Counter(layer.name for layer in layers if sharded).items():
+        if count > 1:  # by its name a layer waits for the parameters that other ranks have updated
+            raise UserError(
+                f"the task's `layers`: {count} have the name {name}; with parallel.optimizer_shard each needs its own"
+            )
+    model.train()
     for layer in layers:
         for name, module in layer.module.named_modules():
             where = f"layer {layer.name}: {name or 'its module'}, a {type(module).__name__},"
-            if getattr(module, "track_running_stats", False):
+            if module.training and getattr(module, "track_running_stats", False):
                 raise UserError(
                     f"{where} keeps running statistics, which differ from rank to rank and are not saved; use a norm "
                     "without them, such as LayerNorm or GroupNorm"

@@ -115,6 +115,8 @@ def build_model(config: Config, task: Task, mesh: ParallelMesh, *, draw: bool = 
                 f"parallel.tensor={mesh.tp}: the model of task={config.task} has no `cuts`; each of these ranks would "
                 "compute all of it"
             )
+        if mesh.tp > 1 and (both := sorted(cuts.keys() & set(frozen))):
+            raise UserError(f"parallel.tensor={mesh.tp}: {both[0]} is in `frozen` and in `cuts`; leave it out of one")
         # No checkpoint has the weights that are not trained: they are always those that the model begins with.
         read = task.stored_weights() if draw or frozen else None
         shapes = shard_model(model, cuts, mesh.tp_rank, mesh.tp, init, draw=(draw or bool(frozen)) and read is None)

@@ -305,8 +305,13 @@ class Trainer:
         """Raise `UserError` if the weights that are not trained differ from those of a checkpoint. Collective."""
 
         def check() -> None:
-            if saved.get("frozen_checksum") != self.engine.frozen_checksum:
-                raise UserError(f"model.pretrained={self.config.model.pretrained}: {CHANGED_BASE}")
+            if saved.get("frozen_checksum") == self.engine.frozen_checksum:
+                return
+            if (pretrained := self.config.model.pretrained) is not None:
+                raise UserError(f"model.pretrained={pretrained}: {CHANGED_BASE}")
+            raise UserError(
+                f"task={self.config.task}: the weights in `frozen` are not those that the checkpoint was trained with"
+            )
 
         agree(self.world, check)
 

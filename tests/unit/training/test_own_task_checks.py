@@ -1,5 +1,6 @@
 """What a task of one's own cannot have is refused before it costs a run, and what it freezes stays what it was."""
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 from hvd_transformer.checkpoint.task_entries import STATE_KEYS, check_task_entries
 from hvd_transformer.errors import UserError
-from hvd_transformer.nn.contracts import Layer
+from hvd_transformer.nn.contracts import Layer, TensorSplit
 from hvd_transformer.nn.dropout import Dropout
 from hvd_transformer.parallel.model_stage import ModelStage, check_layers
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
@@ -22,17 +23,18 @@ from hvd_transformer.training.trainer import Trainer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def check(*layers: Layer, recompute: str = "never") -> None:
+def check(*layers: Layer, **options: Any) -> None:
     model = nn.ModuleList(layer.module for layer in layers)
-    check_layers([ModelStage(layers, torch.device("cpu"))], model, (), recompute)
+    check_layers([ModelStage(layers, torch.device("cpu"))], model, (), **options)
 
 
 def test_each_layer_has_a_name_of_its_own() -> None:
-    """Waits for the parameters of a layer go by its name."""
+    """Where it waits by its name for the parameters that other ranks have updated."""
     first, second = (Layer("block", nn.Linear(2, 2), nn.Identity()) for _ in range(2))
-    with pytest.raises(UserError, match=r"^the task's `layers`: 2 have the name block; each needs one of its own$"):
-        check(first, second)
-    check(first, second._replace(name="other"))
+    with pytest.raises(UserError, match=r"^the task's `layers`: 2 have the name block; with parallel.optimizer_shard"):
+        check(first, second, sharded=True)
+    check(first, second)
+    check(first, second._replace(name="other"), sharded=True)
 
 
 def test_running_statistics_are_refused() -> None:
@@ -40,6 +42,27 @@ def test_running_statistics_are_refused() -> None:
     with pytest.raises(UserError, match=r"^layer norm: 1, a BatchNorm1d, keeps running statistics"):
         check(Layer("norm", module, module))
     check(Layer("norm", nn.BatchNorm1d(2, track_running_stats=False), nn.Identity()))
+
+    class Fixed(nn.BatchNorm1d):
+        def train(self, mode: bool = True) -> "Fixed":
+            return super().train(False)
+
+    check(Layer("norm", Fixed(2), nn.Identity()))
+
+
+@pytest.mark.parametrize(("micro_batches", "refused"), [(1, False), (2, True)])
+def test_a_job_knows_what_it_recomputes(micro_batches: int, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = LanguageModelTask.layers
+
+    def layers(task: LanguageModelTask) -> list[Layer]:
+        first, block, *rest = own.fget(task)  # type: ignore[attr-defined]
+        block.module.dropped = nn.Dropout(0.1)
+        return [first, block, *rest]
+
+    monkeypatch.setattr(LanguageModelTask, "layers", property(layers))
+    config = settings("parallel.recompute=except_last", f"parallel.micro_batches={micro_batches}")
+    with pytest.raises(UserError, match="would drop other values") if refused else nullcontext():
+        trainer(config)
 
 
 @pytest.mark.parametrize(
@@ -101,14 +124,24 @@ def test_frozen_weights_are_what_the_model_begins_with(monkeypatch: pytest.Monke
         assert torch.equal(weight, before[name]) or name not in FROZEN
 
 
-def test_tensor_parallelism_without_cuts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ranks would all compute the same."""
-    monkeypatch.setattr(LanguageModelTask, "cuts", {})
+@pytest.mark.parametrize(
+    ("frozen", "cuts", "message"),
+    [
+        ((), {}, r"the model of task=language_model has no `cuts`"),
+        (("a", "b"), {"b": TensorSplit(0), "c": TensorSplit(0)}, r"b is in `frozen` and in `cuts`"),
+    ],
+)
+def test_what_tensor_parallelism_cannot_do(
+    frozen: Any, cuts: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that all compute the same, or whose weights differ and are in no checkpoint."""
+    monkeypatch.setattr(LanguageModelTask, "cuts", cuts)
+    monkeypatch.setattr(LanguageModelTask, "frozen", frozen)
     config = settings("parallel.tensor=2")
     task = LanguageModelTask.__new__(LanguageModelTask)
     task.config, task.data = config, SimpleNamespace(tokenizer=small_job.TOKENIZER)  # type: ignore[assignment]
     mesh: Any = SimpleNamespace(tp=2, tp_rank=0)
-    with pytest.raises(UserError, match=r"^parallel.tensor=2: the model of task=language_model has no `cuts`"):
+    with pytest.raises(UserError, match=f"^parallel.tensor=2: {message}"):
         build_model(config, task, mesh)
 
 
