@@ -1,6 +1,6 @@
 """Any task without data: its model as `plan` sketches it, on random tokens of full length."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hvd_transformer.config.batch_size import step_samples
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.sampler import Replica, StepSampler
-from hvd_transformer.nn.contracts import Layer, MicroBatch
+from hvd_transformer.nn.contracts import Layer, MicroBatch, TensorSplit
 from hvd_transformer.parallel.deferred_init import deferred_init
 from hvd_transformer.planning.memory_plan import batch_samples
 from hvd_transformer.tasks.registry import task_class
@@ -42,7 +42,7 @@ class SyntheticTask(Task):
 
     def make_model(self) -> nn.Module:
         found = self._sketch(1)
-        self._layers = found.layers
+        self._layers, self._cuts = found.layers, found.cuts
         return found.model
 
     @classmethod
@@ -56,6 +56,11 @@ class SyntheticTask(Task):
     def layers(self) -> Sequence[Layer]:
         assert self.model is not None  # made at first use
         return self._layers
+
+    @property
+    def cuts(self) -> Mapping[str, TensorSplit]:
+        assert self.model is not None
+        return self._cuts
 
     def batch(self, epoch: int, items: range) -> Batch:
         """One number per sample [B]: `micro_batch` has the tensors."""
