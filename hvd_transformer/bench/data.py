@@ -21,6 +21,7 @@ from hvd_transformer.config.mixture import origin
 from hvd_transformer.data.build_once import ShouldStop
 from hvd_transformer.data.prepared import PreparedData, PreparedExamples
 from hvd_transformer.errors import UserError
+from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.tasks.registry import task_class
 from hvd_transformer.tasks.task import Data, PrepareContext, Task
 from hvd_transformer.training.job_setup import make_task
@@ -41,7 +42,7 @@ class DataResult:
     unit: str  # of targets
 
 
-def bench_data(config: Config, seconds: float, world: World, stop: StopRequest) -> DataResult:
+def bench_data(config: Config, seconds: float, world: World, stop: StopRequest, heartbeat: Heartbeat) -> DataResult:
     """Prepare the data of `data.source` anew, then make batches for about `seconds`. Collective.
 
     Raises `UserError` on all ranks if the data cannot be used, `Stopped` if a rank is asked to stop.
@@ -53,7 +54,7 @@ def bench_data(config: Config, seconds: float, world: World, stop: StopRequest) 
     mesh = checked_mesh(config, world)
     task = agree(world, lambda: _checked(make_task(config, data, mesh)))
     world.barrier()
-    batches, targets = _rates(task, seconds)
+    batches, targets = _rates(task, seconds, heartbeat)
     if mesh.tp_rank:  # the same batches as the first rank of the tensor group
         batches = targets = 0.0
     rates = world.all_reduce_(torch.tensor([batches, targets], dtype=torch.float64), "bench.batches").tolist()
@@ -106,7 +107,7 @@ def _empty_cache(config: Config, world: World) -> Iterator[Config]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _rates(task: Task, seconds: float) -> tuple[float, float]:
+def _rates(task: Task, seconds: float, heartbeat: Heartbeat) -> tuple[float, float]:
     """Batches and targets per second of this rank, as a step takes them."""
     batches = targets = 0
     began = time.perf_counter()
@@ -116,6 +117,7 @@ def _rates(task: Task, seconds: float) -> tuple[float, float]:
                 batch = task.batch(epoch, items)
                 task.micro_batch(batch)
                 batches, targets = batches + 1, targets + task.num_targets(batch)
+            heartbeat.tick()
             passed = time.perf_counter() - began
             if passed >= seconds:
                 return batches / passed, targets / passed

@@ -42,6 +42,7 @@ from hvd_transformer.planning.partition import check_partition
 from hvd_transformer.tasks.registry import task_class
 from hvd_transformer.training.determinism import choose_kernels
 from hvd_transformer.training.job_setup import compile_layers, initial_weights
+from hvd_transformer.training.out_of_memory import OutOfMemory, is_out_of_memory
 from hvd_transformer.training.process import only_new_garbage, tune_memory
 from hvd_transformer.training.state import StepResult, TrainState
 from hvd_transformer.training.trainer import Trainer
@@ -111,8 +112,9 @@ def bench_train(config: Config, vocab_size: int, seconds: float, world: World, h
     flops_per_sample = agree(world, lambda: _flops_per_sample(config, vocab_size) if world.rank == 0 else 0.0)
     alone = None
     if world.size > 1 and config.parallel.tensor == 1:
-        alone = _alone(config, vocab_size, seconds, world, devices, heartbeat)
-    with trainer_of(config, vocab_size, world, heartbeat) as trainer:
+        with _memory_explained(world, "each rank first trains alone, with the gradients and the optimizer of all"):
+            alone = _alone(config, vocab_size, seconds, world, devices, heartbeat)
+    with _memory_explained(world), trainer_of(config, vocab_size, world, heartbeat) as trainer:
         mesh, configs = trainer.mesh, _with_pieces(trainer) if world.size == 1 else [trainer.config]
         steps, *pieces = _measure(trainer, configs, seconds, world)
         if world.size == 1:
@@ -211,6 +213,19 @@ def _measure(trainer: Trainer, configs: Sequence[Config], seconds: float, world:
             turn()
     trainer.config = configs[0]
     return [found[place :: len(configs)] for place in range(len(configs))]
+
+
+@contextmanager
+def _memory_explained(world: World, what: str = "") -> Iterator[None]:
+    """Turn an error for lack of memory into `OutOfMemory`, a line for the user."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        why = f"{what}; " if what else ""
+        text = f"{world.link.who}: out of memory: {why}`hvd-transformer plan` says what takes it"
+        raise OutOfMemory(text, has_stepped=False) from error
 
 
 def _times(total: float, result: StepResult, num_ranks: int) -> StepTimes:

@@ -182,7 +182,7 @@ def data(seconds: float, json_file: Path | None, **_: Any) -> None:
         from hvd_transformer.bench.data import bench_data
         from hvd_transformer.bench.report import data_report
 
-        return data_report(config, world, bench_data(config, seconds, world, stop))
+        return data_report(config, world, bench_data(config, seconds, world, stop, watchdog.heartbeat))
 
     _run("data", measure, BenchFiles(json_file))
 

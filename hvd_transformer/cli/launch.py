@@ -164,6 +164,7 @@ def launch(**given: Any) -> None:
 
 def _launch(chosen: LaunchOptions, exit_file: ExitFile) -> None:
     """Check the command line and its hosts, then run the job or write its job file."""
+    from hvd_transformer.config.batch_size import check_step_size
     from hvd_transformer.launch.connection.ssh import Ssh
     from hvd_transformer.launch.horovodrun_command import Horovodrun, horovod_library, launcher_environment, takes_mpi
     from hvd_transformer.launch.host_pool import HostPool, find_hosts, resolve_min_ranks
@@ -175,10 +176,12 @@ def _launch(chosen: LaunchOptions, exit_file: ExitFile) -> None:
     find = find_hosts(chosen.num_ranks, chosen.hosts, chosen.hostfile, script, os.environ, tensor)
     pool = HostPool(find, chosen.num_ranks, tensor)
     hosts = pool.hosts()
-    min_ranks = resolve_min_ranks(chosen.min_ranks, chosen.num_ranks, sum(host.slots for host in hosts), tensor)
+    slots = sum(host.slots for host in hosts)
+    min_ranks = resolve_min_ranks(chosen.min_ranks, chosen.num_ranks, slots, tensor)
+    check_step_size(worker.config, (chosen.num_ranks or slots) // tensor)
     horovodrun = Horovodrun(
         hosts,
-        mpi=takes_mpi(chosen.gloo, horovod_library(), chosen.num_ranks or sum(host.slots for host in hosts)),
+        mpi=takes_mpi(chosen.gloo, horovod_library(), chosen.num_ranks or slots),
         ssh=Ssh(chosen.ssh_port, chosen.ssh_identity),
         network_interface=chosen.network_interface,
         timeline=chosen.timeline,

@@ -22,8 +22,15 @@ def detach(words: Sequence[str]) -> int | None:
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as told:
         launcher = subprocess.Popen(
-            [sys.executable, "-m", "hvd_transformer.cli.main", *words],
-            env={**os.environ, BEGUN: str(writing), "PYTHONSAFEPATH": "1"},  # see `launcher_environment`
+            # No PYTHONSAFEPATH: a discovery script may import what is beside it.
+            [
+                sys.executable,
+                *(["-P"] if sys.version_info >= (3, 11) else []),
+                "-m",
+                "hvd_transformer.cli.main",
+                *words,
+            ],
+            env={**os.environ, BEGUN: str(writing)},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             pass_fds=[writing],

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -31,6 +32,7 @@ _PREFIXES = (
     "LC_", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_", "CUBLAS_", "HOROVOD_", "NCCL_",
     "GLOO_", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "UCX_", "FI_",
 )  # fmt: skip
+_NAMES_AT_ONCE = 32
 # They may hold a password, so they go to the ranks as the variables of --env do.
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
@@ -126,11 +128,17 @@ def check_devices(hosts: Sequence[Host], config: Config, environment: Mapping[st
     if device == "cpu":
         return
     here = None if all(host.gpus for host in hosts) else num_gpus(environment)
-    for host in hosts:
+
+    def lacks(host: Host) -> bool:
         gpus = len(host.gpus) or here
-        if gpus is None or (device == "auto" and not gpus) or host.slots * stages <= gpus:
-            continue
-        if host.gpus or is_local(host.name):
+        return gpus is not None and (device != "auto" or gpus > 0) and host.slots * stages > gpus
+
+    few = [host for host in hosts if lacks(host)]
+    with ThreadPoolExecutor(_NAMES_AT_ONCE) as pool:  # a name server may take seconds for each
+        known = list(pool.map(lambda host: bool(host.gpus) or is_local(host.name), few))
+    for host, is_known in zip(few, known, strict=True):
+        gpus = len(host.gpus) or here or 0
+        if is_known:
             needed = f"{host.slots} ranks × {stages} stages" if stages > 1 else f"{host.slots} ranks"
             named = f" (gpus={','.join(map(str, host.gpus))})" if host.gpus else ""
             raise UserError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import get_args
 
-from hvd_transformer.config.batch_size import cuts_windows
+from hvd_transformer.config.batch_size import check_step_size, cuts_windows
 from hvd_transformer.config.mixture import origin
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.tokenizers import BPE_VOCAB_SIZE
@@ -138,6 +138,7 @@ def num_replicas(config: Config, ranks: int | None) -> int:
         return 1
     if ranks < 1 or ranks % tensor:
         raise UserError(f"-np {ranks}: must be a multiple of parallel.tensor={tensor}, at least {tensor}")
+    check_step_size(config, ranks // tensor)
     return ranks // tensor
 
 
@@ -175,6 +176,8 @@ def vocabulary(config: Config, given: int | None) -> tuple[int, str]:
     if given is not None:
         if not 2 <= given <= 2**31:
             raise UserError(f"--vocab-size {given}: must be at least 2 and at most {2**31}")
+        if config.model.vocab_size is not None and config.model.vocab_size < given:
+            raise UserError(f"model.vocab_size={config.model.vocab_size}: must be at least --vocab-size {given}")
         return given, "--vocab-size"
     if known := known_vocabulary(config):
         return known

@@ -83,7 +83,7 @@ def _needed(estimates: Sequence[MemoryEstimate], stage: int | None) -> int:
 
 
 def _candidates(config: Config, dp: int, evaluation: bool) -> Iterator[tuple[str, str | int]]:
-    training, parallel, samples = config.training, config.parallel, batch_samples(config)
+    training, parallel, samples = config.training, config.parallel, batch_samples(config, dp)
     if evaluation:
         yield "training.eval_batch_size", max(1, (training.eval_batch_size or samples) // 2)
     else:

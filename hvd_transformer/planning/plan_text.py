@@ -111,13 +111,20 @@ def _activations(plan: MemoryPlan) -> str:
 def _fits(plan: MemoryPlan, memory_gib: float) -> str:
     unit, number = _unit(max(sum(plan.memory(stage)) for stage in plan.stages))
     limit = memory_gib * 2**30
+    together = plan.config.training.device == "cpu" and len(plan.stages) > 1  # they share the rank's memory
     lines = [f"With {memory_gib:g} GiB: weights + gradients + optimizer + activations = total, {unit}"]
     for index, stage in enumerate(plan.stages):
         *parts, total = (f"{part:,.2f}" for part in _sum(plan, stage, number))
-        answer = "fits" if sum(plan.memory(stage)) <= limit else "does not fit"
-        of = f"{limit / number:,.2f}"
-        lines.append(f"stage {index}: {' + '.join(parts)} = {total} of {of}: {answer}")
+        of, ends = f" of {limit / number:,.2f}", "" if together else f": {_answer(sum(plan.memory(stage)), limit)}"
+        lines.append(f"stage {index}: {' + '.join(parts)} = {total}{'' if together else of}{ends}")
+    if together:
+        whole = sum(sum(plan.memory(stage)) for stage in plan.stages)
+        lines.append(f"all stages of a rank: {whole / number:,.2f}{of}: {_answer(whole, limit)}")
     return "\n".join(lines)
+
+
+def _answer(size: float, limit: float) -> str:
+    return "fits" if size <= limit else "does not fit"
 
 
 def _bubbles(plan: MemoryPlan) -> str:

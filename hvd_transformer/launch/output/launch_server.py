@@ -47,6 +47,8 @@ class LaunchServer:
         with self._lock:
             if event == "start":
                 self._start = message
+                shown = [own for own in self._recent if own["event"] != "end"]  # of an earlier start
+                self._recent = deque(shown, maxlen=_RECENT)
             elif event != "look":
                 self._recent.append(message)
             for client in list(self._clients):

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hvd_transformer.config.batch_size import check_step_size
 from hvd_transformer.config.schema import Config
+from hvd_transformer.errors import UserError
 from hvd_transformer.planning.memory_plan import batch_samples
 from hvd_transformer.planning.partition import DEVICE_RESERVE
 from hvd_transformer.planning.scaling.layer_work import ModelWork
@@ -77,14 +79,22 @@ def search(work: ModelWork, config: Config, machine: Machine, devices: int, memo
 def layouts(work: ModelWork, config: Config, machine: Machine, devices: int) -> Iterator[Layout]:
     """The layouts whose replicas each are on one host, as many on each host."""
     on_host = min(devices, machine.devices_per_host)
-    total = config.training.global_batch_size
     for tp in _divisors(on_host):
         if tp > 1 and (work.split is None or not can_split(config, tp)):
             continue
         for pp in _divisors(on_host // tp):
             dp = devices // (tp * pp)
-            if devices % (tp * pp) == 0 and pp <= len(work.whole) and (total is None or dp <= total):
+            if devices % (tp * pp) == 0 and pp <= len(work.whole) and _has_work(config, dp):
                 yield _batched(config, dp, tp, pp)
+
+
+def _has_work(config: Config, dp: int) -> bool:
+    """Whether each of so many replicas has a part of a step, as training demands."""
+    try:
+        check_step_size(config, dp)
+    except UserError:
+        return False
+    return True
 
 
 def _batched(config: Config, dp: int, tp: int, pp: int) -> Layout:

@@ -12,6 +12,7 @@ from hvd_transformer.comm.world import World
 from hvd_transformer.config import load
 from hvd_transformer.data.sampler import Replica, StepSampler
 from hvd_transformer.errors import UserError
+from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.training.process import StopRequest
 
 
@@ -28,7 +29,7 @@ def test_all_tokens_are_prepared_anew_each_time(tmp_path: Path, stop: StopReques
     words = [*SMALL, *words[1:], f"data.source={tmp_path / 'text.txt'}", f"data.cache_dir={tmp_path / 'cache'}"]
     config = load(overrides=words)
     for _ in range(2):
-        found = bench_data(config, 0.01, World(), stop)
+        found = bench_data(config, 0.01, World(), stop, Heartbeat())
         assert found.num_tokens == 15 * 300
         assert found.prepare_seconds > 0 and found.workers == 1
         assert found.targets == pytest.approx(found.batches * 6 * 12, rel=0.01) and found.unit == "tokens"
@@ -39,7 +40,7 @@ def test_too_little_data(tmp_path: Path, stop: StopRequest) -> None:
     (tmp_path / "text.txt").write_text("ab\n" * 100)
     words = [f"data.source={tmp_path / 'text.txt'}", f"data.cache_dir={tmp_path / 'cache'}", "data.tokenizer=char"]
     with pytest.raises(UserError, match=r"data.source=.*: the training split has .* needs 513"):
-        bench_data(load(overrides=[*SMALL, *words, "data.sequence_length=512"]), 0.01, World(), stop)
+        bench_data(load(overrides=[*SMALL, *words, "data.sequence_length=512"]), 0.01, World(), stop, Heartbeat())
 
 
 def test_a_task_without_steps_is_refused() -> None:

@@ -3,10 +3,11 @@
 import threading
 
 import pytest
+import torch
 from test_synthetic_task import SMALL, B, T, V
 from thread_world import make_worlds, on_ranks
 
-from hvd_transformer.bench.train import Alone, StepTimes, TrainResult, _times, bench_train
+from hvd_transformer.bench.train import Alone, StepTimes, TrainResult, _memory_explained, _times, bench_train
 from hvd_transformer.bench.training_constants import training_constants
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import load
@@ -14,6 +15,7 @@ from hvd_transformer.data.sampler import StepPlan
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.constants import Constants, step_side
+from hvd_transformer.training.out_of_memory import OutOfMemory
 from hvd_transformer.training.state import NO_WISHES, StepResult, StepTotals
 from hvd_transformer.training.trainer import Trainer
 
@@ -132,3 +134,14 @@ def test_one_rank_and_all_ranks_take_turns_alone(one_thread: None, monkeypatch: 
     assert first.alone is not None and second.alone is not None
     assert first.alone.first is not None and second.alone.first is None
     assert first.alone.jitter == second.alone.jitter and first.alone.together == second.alone.together
+
+
+def test_a_lack_of_memory_is_told_in_a_line() -> None:
+    """Ranks that train alone have the optimizer that ZeRO would share."""
+    world = World()
+    told = r"out of memory: alone; `hvd-transformer plan` says what takes it$"
+    with pytest.raises(OutOfMemory, match=told) as raised, _memory_explained(world, "alone"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert raised.value.code == 2
+    with pytest.raises(ValueError, match="other"), _memory_explained(world):
+        raise ValueError("other")

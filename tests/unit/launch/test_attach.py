@@ -97,6 +97,19 @@ def test_a_client_is_told_the_last_lines_first(tmp_path: Path) -> None:
             assert [next(events)["text"] for _ in range(40)] == [f"step {number}\n" for number in range(60, 100)]
 
 
+def test_a_client_is_not_told_the_end_of_an_earlier_start(tmp_path: Path) -> None:
+    """It would end the view of the start that is shown."""
+    server = LaunchServer(lambda what: None)
+    try:
+        for event in ("start", "show", "end", "message", "start", "show"):
+            server.publish(event, number=1)
+        assert [own["event"] for own in server._recent] == ["show", "message", "show"]
+        server.publish("end")
+        assert server._recent[-1]["event"] == "end"
+    finally:
+        server.close(0)
+
+
 @pytest.mark.parametrize(("what", "now"), [("stop", False), ("kill", True)])
 def test_it_is_asked_to_stop(tmp_path: Path, what: str, now: bool) -> None:
     with running(tmp_path / "run") as (_, supervisor), closing(LaunchClient(tmp_path / "run")) as client:

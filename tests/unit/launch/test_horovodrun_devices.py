@@ -1,12 +1,14 @@
 """Whether this host has enough GPUs for its ranks and their stages."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
+from hvd_transformer.launch import horovodrun_command
 from hvd_transformer.launch.horovodrun_command import check_devices, num_gpus
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.node import probe
@@ -123,3 +125,18 @@ def test_none_at_all() -> None:
 )
 def test_what_is_not_refused(host: Host, wanted: Config) -> None:
     check_devices([host], wanted, FOUR)
+
+
+def test_the_names_of_many_hosts_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name server may take seconds for each."""
+    asked: list[int] = []
+    together = threading.Barrier(8, timeout=30)
+
+    def slow(name: str) -> bool:
+        together.wait()
+        asked.append(1)
+        return False
+
+    monkeypatch.setattr(horovodrun_command, "is_local", slow)
+    check_devices([Host(f"node{number}", 8) for number in range(16)], config("auto"), {"CUDA_VISIBLE_DEVICES": "0"})
+    assert len(asked) == 16

@@ -25,7 +25,7 @@ from hvd_transformer.nn.parallel_layers import WeightGradLayer
 from hvd_transformer.parallel.pipeline import Pipeline, Stage
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES
 from hvd_transformer.planning.layer_profile import ParameterGrads
-from hvd_transformer.planning.memory_plan import RECOMPUTES, MemoryPlan, StageCost, make_plan
+from hvd_transformer.planning.memory_plan import RECOMPUTES, MemoryPlan, StageCost, make_plan, num_replicas, vocabulary
 from hvd_transformer.planning.plan_text import plan_text
 
 # Each of both once, or all pairs.
@@ -349,3 +349,17 @@ def test_samples_are_those_of_the_largest_accumulation_step(batch_size: int, tot
 def test_ranks_that_a_plan_needs(words: list[str], ranks: int | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_plan(load(overrides=[*SMALL, *words]), V, ranks)
+
+
+def test_replicas_without_work_are_refused_as_training_does() -> None:
+    config = load(overrides=[*SMALL, "training.global_batch_size=6"])
+    assert num_replicas(config, 6) == 6
+    with pytest.raises(UserError, match=r"^training.global_batch_size=6: is enough for 6 ranks, not for 8$"):
+        num_replicas(config, 8)
+
+
+def test_a_vocabulary_larger_than_the_model_s_is_refused() -> None:
+    config = load(overrides=[*SMALL, "model.vocab_size=60"])
+    assert vocabulary(config, 50) == (50, "--vocab-size")
+    with pytest.raises(UserError, match=r"^model.vocab_size=60: must be at least --vocab-size 61$"):
+        vocabulary(config, 61)

@@ -87,3 +87,13 @@ def test_help_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_stages_of_a_rank_share_the_memory_of_a_cpu() -> None:
+    plan = small_plan("parallel.pipeline=2", "training.device=cpu")
+    sizes = [sum(plan.memory(stage)) for stage in plan.stages]
+    between = (max(sizes) + sum(sizes)) / 2 / 2**30  # each stage fits, but not both
+    assert plan_text(plan, 200, between).count("does not fit") == 1
+    assert plan_text(plan, 200, 1.1 * sum(sizes) / 2**30).rstrip().count(": fits") == 1
+    on_gpus = small_plan("parallel.pipeline=2", "training.device=cuda")
+    assert plan_text(on_gpus, 200, 1.0).count(": fits") == 2

@@ -19,7 +19,7 @@ from hvd_transformer.planning.scaling.layer_work import ModelWork
 from hvd_transformer.planning.scaling.layout import Layout, Machine
 from hvd_transformer.planning.scaling.layout_memory import layout_memory
 from hvd_transformer.planning.scaling.measure_work import measure_work
-from hvd_transformer.planning.scaling.search import layouts, search
+from hvd_transformer.planning.scaling.search import _has_work, layouts, search
 
 H100 = Machine(load_constants("h100"), "nccl", 8)
 
@@ -187,3 +187,11 @@ def test_wrong_input_is_one_line(words: list[str], told: str, monkeypatch, capsy
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"hvd-transformer: {told}")
+
+
+def test_layouts_have_work_for_each_replica() -> None:
+    """As training demands: of texts, replicas share whole batches."""
+    texts = ["task=classification", "data.source=rows.csv", "training.global_batch_size=64", "training.batch_size=16"]
+    assert [_has_work(load(overrides=texts), dp) for dp in (4, 5)] == [True, False]
+    columns = load(overrides=[*SMALL, "data.batching=columns", "training.global_batch_size=24"])
+    assert {layout.dp for layout in layouts(work(), columns, H100, 8)} == {1, 2, 4}  # 24 of 6 columns
