@@ -77,12 +77,6 @@ def _check_translation_keys(config: Config) -> None:
                 f"model.{key}={str(value).lower()}: only with task=translation, not task={config.task}; leave it at "
                 f"{str(default).lower()}"
             )
-    for key, field in type(config.translation).model_fields.items():
-        if (value := getattr(config.translation, key)) != field.default:
-            raise UserError(
-                f"translation.{key}={value}: only with task=translation, not task={config.task}; leave it at "
-                f"{field.default}"
-            )
 
 
 def _check_lengths(config: Config) -> None:

@@ -41,11 +41,6 @@ CASES = [
         "model.num_decoder_layers=6",
         ["model.num_decoder_layers=6", "task=translation", "task=language_model", "none"],
     ),
-    (
-        ["task=language_model"],
-        "translation.beam=8",
-        ["translation.beam=8", "task=translation", "task=language_model", "leave it at 4"],
-    ),
     (["task=classification"], "model.share_embeddings=true", ["model.share_embeddings=true", "task=translation"]),
     (["data.split=[0.9, 0.1]"], "data.split=[0.9, 0.05, 0.06]", ["data.split=[0.9, 0.05, 0.06]", "1"]),
     (["data.split=[0.1, 0.0]"], "data.split=[0.0, 1.0]", ["data.split=[0.0, 1.0]", "above 0"]),
