@@ -14,9 +14,10 @@
 # (default: all that nvcc knows). CUDA is that of $HOROVOD_CUDA_HOME; else that of pip's packages, if nvcc is
 # there (pip install .[cuda]); else what CMake finds. No GPU is needed.
 #
-# Seven changes to the published source: C++17, which torch >= 2.1 asks for, in its two CMake files and for its
-# CUDA kernels, whose headers ask for it since CUDA 13; a relative RUNPATH, so that the wheel finds the MPI
-# and the NCCL of whichever environment it is installed in; and the patches, in the order of their names:
+# Eight changes to the published source: C++17, which torch >= 2.1 asks for, in its two CMake files and for its
+# CUDA kernels, whose headers ask for it since CUDA 13; no CUDA where no GPU operations are asked for, whatever
+# toolkit is there; a relative RUNPATH, so that the wheel finds the MPI and the NCCL of whichever environment it
+# is installed in; and the patches, in the order of their names:
 # gloo_loop.patch, with which gloo's threads sleep while nothing arrives; process_set_interface.patch, so that
 # gloo uses the chosen network interface only; wake_up.patch, with which collectives no longer wait for a cycle;
 # within_host.patch, with which ranks of one host use shared memory. Their first lines say how. The version of
@@ -124,6 +125,10 @@ run sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' \
     "$build/source/CMakeLists.txt" "$build/source/horovod/torch/CMakeLists.txt"
 run sed -i 's/set(CMAKE_CUDA_STANDARD 11)/set(CMAKE_CUDA_STANDARD 17)/' \
     "$build/source/horovod/common/ops/cuda/CMakeLists.txt"
+if [ "$gpu_operations" = none ]; then # a toolkit may lack its headers, or be of another CUDA than torch's
+    run sed -i 's/print(True if ((torch.version.cuda/print(False if ((torch.version.cuda/' \
+        "$build/source/cmake/Modules/FindPytorch.cmake"
+fi
 for patch in "$patches"/*.patch; do
     run "$python" -m patch_ng --strip 0 --directory "$build/source" "$patch"
 done

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,15 @@ case "$*" in
             mkdir -p "$here/sdist/horovod-0.28.1/$(dirname $file)"
             printf 'set(CMAKE_CXX_STANDARD 14)\\nset(CMAKE_CUDA_STANDARD 11)\\n' >"$here/sdist/horovod-0.28.1/$file"
         done
+        mkdir -p "$here/sdist/horovod-0.28.1/cmake/Modules"
+        echo 'print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)' \\
+            >"$here/sdist/horovod-0.28.1/cmake/Modules/FindPytorch.cmake"
         folder=$(printf '%s\\n' "$@" | grep /sdist) && mkdir "$folder"
         tar -C "$here/sdist" -czf "$folder/horovod-0.28.1.tar.gz" horovod-0.28.1 ;;
     *"pip wheel"*)
         env >"$here/built with"
         cp -r "${@: -1}" "$here/source"
-        cp -rL "$HOROVOD_CUDA_HOME" "$here/toolkit"
+        [ -z "${HOROVOD_CUDA_HOME:-}" ] || cp -rL "$HOROVOD_CUDA_HOME" "$here/toolkit"
         exit 1 ;;
 esac
 """
@@ -102,6 +106,17 @@ def test_a_torch_without_cuda_is_refused_at_once(environment: Environment) -> No
     code, _, said = environment.build(HOROVOD_GPU_OPERATIONS="NCCL")
     assert code == 1
     assert said == "horovod: HOROVOD_GPU_OPERATIONS=NCCL needs a torch with CUDA; this is torch9.9-cp399-x\n"
+
+
+@pytest.mark.parametrize(("operations", "found"), [("", "False"), ("NCCL", "True")])
+def test_without_gpu_operations_no_toolkit_is_used(environment: Environment, operations: str, found: str) -> None:
+    """It may lack its headers, or be of another CUDA than torch's."""
+    environment.package("cu13/bin/nvcc", "cu13/nvvm/bin/cicc", "cu13/include/cuda.h", "nccl/include/nccl.h")
+    environment.package("cu13/lib/libcudart.so.13", "nccl/lib/libnccl.so.2")
+    assert environment.build(HOROVOD_GPU_OPERATIONS=operations)[0] == 1
+    line = (environment.folder / "source" / "cmake" / "Modules" / "FindPytorch.cmake").read_text()
+    program = f"torch = CUDA_HOME = type('', (), {{'version': type('', (), {{'cuda': '13.0'}})}})\n{line}"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == found
 
 
 def test_the_packages_of_pip_become_a_toolkit(environment: Environment) -> None:
