@@ -14,16 +14,14 @@ step's first gradient into the buffer, where autograd adds the next ones: a grad
 compute theirs right into the buffer (`gradients.weight_grads`).
 
 ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5): in stages 1 and 2 a rank receives the sum of its shard
-only; in stage 2, where it keeps no other gradients, every backward sends (`ShardedGradSync`).
+only; in stage 2, where it keeps no other gradients, every backward sends (`gradients.sharded_sync`).
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -115,8 +113,8 @@ class GradSync:
             for buffer in buffers:
                 buffer.missing = 0 if buffer in self._added else self._num_dense[buffer]
 
-    def count_grad(self, buffer: GradBuffer) -> None:
-        """One more gradient of the last backward is in the buffer: send it if it is full."""
+    def count_grad(self, buffer: GradBuffer, slot: ParamSlot) -> None:
+        """This gradient of the last backward is in the buffer: send it if it is full."""
         buffer.missing -= 1
         if not buffer.missing:
             self._send(buffer)
@@ -124,7 +122,7 @@ class GradSync:
     def check_unsent(self, buffer: GradBuffer, slot: ParamSlot) -> None:
         """Raise `RuntimeError` if this gradient comes too late, as the buffer has been sent without it."""
         if self._num_sent[buffer]:
-            _raise_used_again(slot)
+            raise_used_again(slot)
 
     def send_rest(self) -> None:
         """Send what has not been sent: this rank's own work is then done, or queued on its GPUs."""
@@ -175,7 +173,7 @@ class GradSync:
             )
         buffer.store_grad(slot)
         if buffer.missing:
-            self.count_grad(buffer)
+            self.count_grad(buffer, slot)
 
     def _send(self, buffer: GradBuffer) -> None:
         index, gradients = self._index[buffer], buffer.close()
@@ -203,99 +201,9 @@ def _rows_name(slot: ParamSlot) -> str:
     return f"rows.{slot.name}"
 
 
-def _raise_used_again(slot: ParamSlot) -> NoReturn:
+def raise_used_again(slot: ParamSlot) -> NoReturn:
+    """Say that this gradient came when its buffer had been sent."""
     raise RuntimeError(
         f"{slot.name}: a gradient came after its bucket was sent, as this layer, or another one of the bucket, is "
         "called more than once in one `Layer` of the task; make each call a `Layer` of its own"
     )
-
-
-class _StageQueue(dict[GradBuffer, None]):
-    """The buffers of one stage that are in flight, the oldest first."""
-
-    bytes = 0
-
-
-class ShardedGradSync(GradSync):
-    """ZeRO stage 2: every backward sends, since between backwards a rank keeps its shard's gradients only.
-
-    Of each stage's buffers at most `bytes_in_flight` are in flight.
-    """
-
-    def __init__(
-        self, stages: Sequence[Sequence[GradBuffer]], group: Group, *, bytes_in_flight: float = math.inf, **options: Any
-    ) -> None:
-        super().__init__(stages, group, **options)
-        self._most, self._waits = bytes_in_flight, True
-        self._filled: list[GradBuffer] = []  # by the last step's backwards, a stage's in this order
-        self._queues: dict[GradBuffer, _StageQueue] = {}  # one per stage
-        self._stage: dict[GradBuffer, int] = {}  # its number
-        for number, stage in enumerate(stages):
-            self._queues.update(dict.fromkeys(stage, _StageQueue()))
-            self._stage.update(dict.fromkeys(stage, number))
-
-    def begin_step(self, num_backwards: int = 1, *, local: bool = False) -> None:
-        super().begin_step(num_backwards, local=local)
-        self._num_backwards = num_backwards
-        if num_backwards:
-            self._filled = []
-        for buffer in self.buffers:
-            buffer.missing = self._num_dense[buffer]
-        backwards = torch.tensor([num_backwards])
-        self._wait_max_backwards = self.group.all_reduce_async_(backwards, "backwards", "max")
-
-    def expect_last_backward(self, buffers: Sequence[GradBuffer]) -> None:
-        pass
-
-    def check_unsent(self, buffer: GradBuffer, slot: ParamSlot) -> None:
-        if self._num_sent[buffer] >= self._num_backwards:  # each backward sends once
-            _raise_used_again(slot)
-
-    def count_grad(self, buffer: GradBuffer) -> None:
-        if buffer.missing == 1 and not self._num_sent[buffer]:
-            self._filled.append(buffer)
-        super().count_grad(buffer)
-
-    def send_rest(self) -> None:
-        # A rank that had fewer backwards sends in the order of the others' backwards, which wait for it as it waits
-        # for them: stage by stage, the last one first, since the threads of the stages fill their buffers at times that
-        # differ from rank to rank. If it has never had one, and so does not know that order, it waits for nobody.
-        self._filled.sort(key=self._stage.__getitem__, reverse=True)
-        filled = set(self._filled)
-        rest = [buffer for buffer in self._order if self._num_dense[buffer] and buffer not in filled]
-        most, self._waits = int(self._wait_max_backwards()), bool(self._filled)
-        for buffers in (self._filled, rest):
-            for number in range(most):
-                for buffer in buffers:
-                    if self._num_sent[buffer] <= number:
-                        self._send(buffer)
-        self._waits = True
-        super().send_rest()
-
-    def _send(self, buffer: GradBuffer) -> None:
-        buffer.missing = self._num_dense[buffer]
-        if buffer in self._in_flight:
-            self._arrive(buffer)
-        queue, size = self._queues[buffer], buffer.parameters.nbytes
-        while queue and self._waits and queue.bytes + size > self._most:
-            self._arrive(next(iter(queue)))
-        queue[buffer] = None
-        queue.bytes += size
-        super()._send(buffer)
-        if not self.overlap and self._waits:
-            self._arrive(buffer)
-
-    def _arrive(self, buffer: GradBuffer) -> None:
-        super()._arrive(buffer)
-        queue = self._queues[buffer]
-        del queue[buffer]
-        queue.bytes -= buffer.parameters.nbytes
-
-
-def make_grad_sync(
-    stages: Sequence[Sequence[GradBuffer]], group: Group, *, bytes_in_flight: float = math.inf, **options: Any
-) -> GradSync:
-    """The `GradSync` that the buffers' sharding needs, with its arguments."""
-    if next(chain.from_iterable(stages)).shard.gradients:
-        return ShardedGradSync(stages, group, bytes_in_flight=bytes_in_flight, **options)
-    return GradSync(stages, group, **options)

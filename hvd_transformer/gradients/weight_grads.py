@@ -73,14 +73,14 @@ class BufferedWeightGrads:
             self._sync.check_unsent(buffer, slot)
             buffer.add_scaled(slot, gradient, factor)
             if buffer.missing > 0:
-                self._sync.count_grad(buffer)
+                self._sync.count_grad(buffer, slot)
 
     def _add(self, values: Tensor, grad: Tensor, kernels: Kernels | None, counted: Sequence[bool]) -> None:
         for (buffer, slot), counts in zip(self._slots, counted, strict=True):
             self._sync.check_unsent(buffer, slot)
             buffer.add_product(slot, values, grad, kernels)
             if counts:
-                self._sync.count_grad(buffer)
+                self._sync.count_grad(buffer, slot)
 
 
 def install_stores(

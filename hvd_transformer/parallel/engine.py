@@ -15,7 +15,8 @@ from hvd_transformer.gradients.embedding_grads import EmbeddingGradPlan, plan_em
 from hvd_transformer.gradients.local_steps import LocalSteps
 from hvd_transformer.gradients.optimizer import GradNorm
 from hvd_transformer.gradients.param_all_gather import make_param_all_gathers
-from hvd_transformer.gradients.sync import GradSync, make_grad_sync
+from hvd_transformer.gradients.sharded_sync import make_grad_sync
+from hvd_transformer.gradients.sync import GradSync
 from hvd_transformer.gradients.transfer_sizes import transfer_sizes
 from hvd_transformer.gradients.update_factor import UpdateFactor
 from hvd_transformer.gradients.weight_grads import install_stores

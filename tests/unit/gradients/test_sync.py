@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from hvd_transformer.comm.world import World
 from hvd_transformer.gradients.buffers import GradBuffer, ZeroShard, make_grad_buffers
 from hvd_transformer.gradients.embedding_grads import EmbeddingGradPlan
-from hvd_transformer.gradients.sync import GradSync, make_grad_sync
+from hvd_transformer.gradients.sharded_sync import make_grad_sync
+from hvd_transformer.gradients.sync import GradSync
 from hvd_transformer.gradients.weight_grads import WeightGradStore, install_stores
 from hvd_transformer.nn.parallel_layers import Linear
 
@@ -514,6 +515,46 @@ def test_ranks_with_other_numbers_of_backwards_do_not_wait_in_a_circle(
             torch.testing.assert_close(whole[: parameter.numel()], parameter.grad.flatten(), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("unused", [0, 1, 2])
+def test_a_bucket_with_an_unused_parameter_does_not_make_ranks_wait_in_a_circle(
+    unused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the pooler of a folder whose task needs none. It is sent when the backwards are over, on every rank."""
+    monkeypatch.setattr(thread_world, "WAIT_SECONDS", 5.0)
+    torch.manual_seed(0)
+    plain, counts = nn.ModuleList([Layers(), Layers()]), (2, 1, 0)
+    use = tuple(number for number in range(3) if number != unused)
+
+    def backward(model: nn.ModuleList, rank: int, number: int) -> None:
+        (model[0](inputs(5 * rank + number)) + model[1](inputs(5 * rank + number), use)).backward()
+
+    def train(world: World) -> tuple[list[Tensor], list[GradBuffer]]:
+        model = copy.deepcopy(plain)
+        buffers = make_grad_buffers(
+            dict(model.named_parameters()), set(), 200, shard=ZeroShard(world.rank, len(counts), True)
+        )
+        assert any(len(buffer.slots) > 2 for buffer in buffers) and len(buffers) > 2
+        sync = make_grad_sync([buffers], world, bytes_in_flight=1)
+        for numbers in ((1, 1, 1), counts):
+            sync.begin_step(numbers[world.rank])
+            for number in range(numbers[world.rank]):
+                backward(model, world.rank, number)
+            finish(sync)
+        return [buffer.own_gradients.clone() for buffer in buffers], buffers
+
+    results = thread_world.on_ranks(thread_world.make_worlds(len(counts)), train)
+    assert not [result for result in results if isinstance(result, BaseException)]
+    for rank, count in enumerate(counts):
+        for number in range(count):
+            backward(plain, rank, number)
+    wholes = [torch.cat(parts) for parts in zip(*(result[0] for result in results), strict=True)]
+    for whole, buffer in zip(wholes, results[0][1], strict=True):
+        for slot in buffer.slots:
+            wanted = plain.get_parameter(slot.name).grad
+            wanted = torch.zeros_like(slot.parameter) if wanted is None else wanted
+            torch.testing.assert_close(slot.view(whole), wanted, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_stages_whose_backwards_end_in_another_order_on_each_rank_do_not_wait_in_a_circle(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
@@ -627,14 +668,25 @@ class RepeatedBehindNorm(Repeated):
 
 @pytest.mark.parametrize("shard", [ZeroShard(), ZeroShard(0, 2, gradients=True)])
 def test_a_gradient_that_autograd_brings_too_late_is_an_error(shard: ZeroShard) -> None:
-    world, model = FakeWorld(), RepeatedBehindNorm()
+    """ZeRO stage 2 counts each parameter apart, so that here none is too late."""
+    world, model, plain = FakeWorld(), RepeatedBehindNorm(), RepeatedBehindNorm()
     buckets = make_grad_buffers(dict(model.named_parameters()), set(), ALL_IN_ONE, shard=shard)
     sync = make_grad_sync([buckets], world)
     install_stores(model, [([model], WeightGradStore())], sync)
     sync.begin_step(1)
     sync.expect_last_backward(sync.buffers)
-    with pytest.raises(RuntimeError, match="called more than once in one `Layer` of the task"):
-        model(inputs(0)).backward()
+    if not shard.gradients:
+        with pytest.raises(RuntimeError, match="called more than once in one `Layer` of the task"):
+            model(inputs(0)).backward()
+        return
+    model(inputs(0)).backward()
+    finish(sync)
+    plain(inputs(0)).backward()
+    (bucket,) = buckets
+    for slot in bucket.slots:
+        own, whole = bucket.own_part(slot.start, slot.stop), slot.parameter.new_zeros(bucket.parameters.numel())
+        slot.view(whole).copy_(2 * plain.get_parameter(slot.name).grad)  # of two equal ranks
+        torch.testing.assert_close(bucket.own_gradients[own or slice(0)], whole[bucket.own][own or slice(0)])
 
 
 @pytest.mark.parametrize("shard", [ZeroShard(), ZeroShard(0, 2, gradients=True)])

@@ -8,7 +8,8 @@ from torch import nn
 
 from hvd_transformer.config import load
 from hvd_transformer.gradients.param_all_gather import make_param_all_gathers
-from hvd_transformer.gradients.sync import GradSync, make_grad_sync
+from hvd_transformer.gradients.sharded_sync import make_grad_sync
+from hvd_transformer.gradients.sync import GradSync
 from hvd_transformer.gradients.transfer_sizes import transfer_sizes
 from hvd_transformer.nn.contracts import Layer
 from hvd_transformer.parallel import engine
