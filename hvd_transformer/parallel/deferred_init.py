@@ -98,10 +98,12 @@ class DeferredInit(TorchDispatchMode):
 
     def check(self, model: nn.Module) -> None:
         """Raise `CannotDefer` if the model has other tensors without values than parameters of their own."""
+        own = {id(weight) for weight in model.parameters()}
         for module in model.modules():
             for name, value in [*module._buffers.items(), *vars(module).items()]:
-                if isinstance(value, Tensor) and self._is_deferred(value):
-                    raise CannotDefer(f"{type(module).__name__}.{name} is not a parameter")
+                for tensor in tree_leaves(value):  # also in lists
+                    if isinstance(tensor, Tensor) and id(tensor) not in own and self._is_deferred(tensor):
+                        raise CannotDefer(f"{type(module).__name__}.{name} is not a parameter")
         deferred = {name: weight for name, weight in model.named_parameters() if self._is_deferred(weight)}
         memories = Counter(map(_storage, deferred.values()))
         for name, weight in deferred.items():

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from hvd_transformer.comm.process_map import process_map
 from hvd_transformer.comm.world import AgreedError, World
@@ -107,8 +108,15 @@ def build_model(config: Config, task: Task, mesh: ParallelMesh, *, draw: bool = 
 
     The weights are the same on any number of ranks; without `draw` they are zero, to be loaded.
     """
+    has_model = "model" in vars(task)  # since its `__init__`
+
+    def make() -> nn.Module:
+        if not has_model:  # one may be there that has no values, and cannot get them
+            vars(task).pop("model", None)
+        return task.model
+
     with initial_weights(config):
-        model, init = deferred_init(lambda: task.model)
+        model, init = deferred_init(make)
         frozen, cuts = task.frozen, task.cuts
         if mesh.tp > 1 and not cuts:
             raise UserError(

@@ -271,6 +271,14 @@ class Hidden(nn.Module):
         self.layer, self.noise = nn.Linear(3, 4), torch.empty(5).normal_()
 
 
+class Listed(nn.Module):
+    """Tensors that only a list refers to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.tables = nn.Linear(3, 4), [torch.empty(5).normal_()]
+
+
 class Slices(nn.Module):
     """Two parameters in one block of memory."""
 
@@ -291,7 +299,20 @@ class Alias(nn.Module):
 
 @pytest.mark.parametrize(
     "kind",
-    [Alias, DrawnAtOnce, Reader, Array, Copied, Filled, Hidden, Orthogonal, Slices, Truncated, partial(nn.LSTM, 3, 4)],
+    [
+        Alias,
+        DrawnAtOnce,
+        Reader,
+        Array,
+        Copied,
+        Filled,
+        Hidden,
+        Listed,
+        Orthogonal,
+        Slices,
+        Truncated,
+        partial(nn.LSTM, 3, 4),
+    ],
 )
 def test_a_model_that_cannot_be_deferred_is_built_as_usual(
     kind: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture

@@ -145,6 +145,26 @@ def test_what_tensor_parallelism_cannot_do(
         build_model(config, task, mesh)
 
 
+def test_a_model_that_cannot_be_deferred_is_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GRU keeps weak references to its weights, which shows when the model is complete."""
+    make = LanguageModelTask.make_model
+
+    def with_gru(task: LanguageModelTask) -> nn.Module:
+        model = make(task)
+        model.embedding.gru = nn.GRU(3, 4)
+        return model
+
+    monkeypatch.setattr(LanguageModelTask, "make_model", with_gru)
+    config = settings()
+    task = LanguageModelTask.__new__(LanguageModelTask)
+    task.config, task.data = config, SimpleNamespace(tokenizer=small_job.TOKENIZER)  # type: ignore[assignment]
+    mesh: Any = SimpleNamespace(tp=1, tp_rank=0)
+    shapes = build_model(config, task, mesh)
+    assert "embedding.gru.weight_hh_l0" in shapes
+    assert not any(weight.is_meta for weight in task.model.parameters())
+    assert task.model.embedding.gru.weight_hh_l0.abs().sum() > 0
+
+
 def test_an_embedding_that_is_tied_by_a_function_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows travel alone, and the rest of its gradient would be lost."""
     own = LanguageModelTask.layers
