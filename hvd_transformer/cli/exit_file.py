@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -41,6 +41,11 @@ class ExitFile:
     def watch(self, how: Callable[[], Mapping[str, Any]]) -> None:
         """`how` is asked at the end for all but the exit code (`Supervisor.how`)."""
         self._how = how
+
+    def leave(self, code: int) -> NoReturn:
+        """Write the file and end this process with `code` at once, where Python would wait for a blocked terminal."""
+        self.__exit__(SystemExit, SystemExit(code), None)
+        os._exit(code)
 
     def __enter__(self) -> "ExitFile":
         return self

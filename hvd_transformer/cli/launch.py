@@ -251,6 +251,8 @@ def _run(
         else:
             job.watch(supervisor)
             code = job.code = supervisor.run()
+    if output.blocked:
+        exit_file.leave(code)
     sys.exit(code)
 
 

@@ -16,7 +16,7 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.launch.connection.connections import HostConnections
 from hvd_transformer.launch.connection.host_connection import HostConnection, Message, NoConnection
 from hvd_transformer.launch.doctor import findings
-from hvd_transformer.launch.limits import require_files_for_gloo
+from hvd_transformer.launch.limits import too_few_files_for_gloo
 from hvd_transformer.launch.node import probe
 
 _END_SECONDS = 10.0  # for the agents to end their ranks
@@ -59,6 +59,8 @@ class HostAgents:
         self.leaving: dict[str, str] = {}  # hosts that are about to end, and why they are excluded
         self.silent = False  # whether a rank's watchdog does not run
         self.num_ended = 0  # ranks
+        self.have_begun = False  # whether a rank runs, or has run
+        self._closed = False
         self._num_stopping = 0
         self._failures: dict[int, Failure] = {}
         self._printed: SimpleQueue[Printed] = SimpleQueue()
@@ -121,13 +123,14 @@ class HostAgents:
     def start(self, order: Message, ranks: Sequence[Mapping[str, str]]) -> None:
         """Start the ranks over gloo. `ranks`: the environment of each; `order`: what they have in common.
 
-        Raises `UserError` if a host allows too few open files.
+        Raises `HostLost` for a host that allows too few open files.
         """
         by_host: dict[str, list[Mapping[str, str]]] = {}
         for rank in ranks:
             by_host.setdefault(self._agent_of[rank["HOROVOD_HOSTNAME"]], []).append(rank)
         for host in by_host:
-            require_files_for_gloo(len(ranks), host, self._agents[host].hello["open_files"])
+            if why := too_few_files_for_gloo(len(ranks), self._agents[host].hello["open_files"]):
+                raise HostLost(host, why)
         for host, its_ranks in by_host.items():
             message = {"do": "start", **order, "ranks": its_ranks}
             if not self._agents[host].local:  # which GPUs are visible here says nothing about other hosts
@@ -171,11 +174,17 @@ class HostAgents:
 
     def close(self) -> list[Failure]:
         """Kill the remaining ranks on all hosts; return the failures in order. The agents wait for another start."""
-        self._order({"do": "end"})
+        # What is still a probe has no ranks. A second "end" might be answered to the next start.
+        agents = [host for host, connection in self._agents.items() if connection.is_agent]
+        if self._closed or not agents:
+            return self.failures
+        self._closed = True
+        self._order({"do": "end"}, agents)
         deadline = time.monotonic() + _END_SECONDS
-        while not self._all("ended") and time.monotonic() < deadline:
+        while not self._all("ended", agents) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
-        for host, agent in self._agents.items():
+        for host in agents:
+            agent = self._agents[host]
             agent.listener = None
             if agent.lost or host not in self._answered["ended"]:
                 self._connections.run(agent.close())
@@ -191,6 +200,7 @@ class HostAgents:
         if "running" not in message:
             return
         self._running[host] = message["running"]
+        self.have_begun |= bool(message["running"] or message["ranks_ended"])
         now = time.monotonic()
         for beat in message["beats"]:
             self.beats[beat["rank"]] = {**beat, "given_host": host}
@@ -209,9 +219,10 @@ class HostAgents:
     def _silent_words(self) -> str:
         return f"no answer in {self._limits.start:.0f} seconds (--start-timeout)"
 
-    def _all(self, answer: str) -> bool:
-        """Whether all agents that are not lost have answered."""
-        return all(host in self._answered[answer] or agent.lost for host, agent in self._agents.items())
+    def _all(self, answer: str, hosts: Sequence[str] | None = None) -> bool:
+        """Whether all agents, or those of `hosts`, that are not lost have answered."""
+        asked = self._agents if hosts is None else hosts
+        return all(host in self._answered[answer] or self._agents[host].lost for host in asked)
 
     def _order(self, message: Message, hosts: Sequence[str] | None = None) -> None:
         async def send() -> None:

@@ -44,6 +44,8 @@ class AttemptResult(NamedTuple):
     said: str  # output of horovodrun itself
     leaving: Mapping[str, str] = MappingProxyType({})  # hosts that are about to end, and that in words
     at_fault: str | None = None  # the host, by its name on the command line; None: not known
+    saved: bool = False  # asked to save and exit, all ranks did in time
+    begun: bool = True  # whether a rank has run
 
 
 class Stop:
@@ -104,13 +106,17 @@ def run_attempt(
     with TemporaryFile() as said, closing(agents):
         interfaces = agents.interfaces(horovodrun.network_interface)
         process = _start(replace(horovodrun, network_interface=interfaces), worker, connections, environment, said)
+        stopped = saved = False
         try:
             agents.begin(values, {host.name: host.gpus for host in horovodrun.hosts if host.gpus})
             agents.wait_ready()
-            if not horovodrun.mpi and (plan := _plan(process, stop)):
+            plan = None if horovodrun.mpi else _plan(process, stop)
+            if plan is not None:
                 order = {"command": list(worker), "cwd": str(Path.cwd()), "environment": plan["environment"]}
                 agents.start(order, plan["ranks"])
-            stopped = _wait(process, horovodrun.num_ranks, agents, stop, show, say, look, connections.limits.save)
+            if horovodrun.mpi or plan is not None or stop.count:
+                stopped = _wait(process, horovodrun.num_ranks, agents, stop, show, say, look, connections.limits.save)
+            saved = stopped and not agents.running
         finally:
             leaving = dict(agents.leaving)
             lost = {host: why for host, why in agents.lost.items() if host not in leaving}
@@ -122,7 +128,7 @@ def run_attempt(
     beats, finished = dict(agents.beats), agents.num_ended == horovodrun.num_ranks
     cause = root_cause(failures, beats, agents.is_silent)
     code = cause.first.code if cause.first else int(code != 0 or not finished)
-    return AttemptResult(code, cause.first, lost, stopped, beats, text, leaving, cause.host)
+    return AttemptResult(code, cause.first, lost, stopped, beats, text, leaving, cause.host, saved, agents.have_begun)
 
 
 def _start(

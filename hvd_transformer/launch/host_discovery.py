@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.agents import HostLost
@@ -74,13 +75,19 @@ class HostDiscovery:
         if silent:
             return silent
         hosts = [*(host for host in self._now.hosts if host.name not in names), *new]
+        try:
+            replace(self._now, hosts=hosts)
+        except UserError as error:  # Horovod takes no such host
+            return {name: HostLost(name, str(error)) for name in names}
         with self._examining:
             if self._closed.is_set():  # the next start may have agents on them, which answer no questions
                 return {}
             refused = self._examine(hosts)
-        for finding in of_no_host(refused, hosts):  # the job runs without them
-            return {name: HostLost(name, str(finding)) for name in names}
-        return refused
+        # The job runs without them, on hosts that only differ from the new ones, too: these stay.
+        for finding in refused.values():
+            own = {name: found for name, found in refused.items() if name in names}
+            return own or {name: HostLost(name, str(finding)) for name in names}
+        return {}
 
     def _new(self) -> list[Host]:
         """The hosts with slots that the job does not have, if they give it more ranks."""

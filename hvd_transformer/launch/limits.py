@@ -30,14 +30,15 @@ def require_files_for_hosts(num_hosts: int) -> None:
         raise UserError(f"{num_hosts} hosts: the limit of open files here allows at most {most}; raise `ulimit -Hn`")
 
 
-def require_files_for_gloo(num_ranks: int, host: str, open_files: int) -> None:
-    """Raise `UserError` if a rank on the host may not open enough files to connect to all others over gloo."""
+def too_few_files_for_gloo(num_ranks: int, open_files: int) -> str | None:
+    """Why a rank on a host with this limit cannot connect to all others over gloo; None: it can."""
     most = (open_files - _FILES_BESIDES) // _FILES_PER_RANK
-    if open_files >= 0 and num_ranks > most:  # -1: unlimited
-        raise UserError(
-            f"host {host}: its limit of {open_files} open files allows gloo at most {most} ranks; raise it there for "
-            "ssh logins (LimitNOFILE of sshd, /etc/security/limits.conf), or use --mpi"
-        )
+    if open_files < 0 or num_ranks <= most:  # -1: unlimited
+        return None
+    return (
+        f"its limit of {open_files} open files allows gloo at most {most} ranks; raise it there for ssh logins "
+        "(LimitNOFILE of sshd, /etc/security/limits.conf), or use --mpi"
+    )
 
 
 def warn_of_gloo(num_ranks: int) -> None:

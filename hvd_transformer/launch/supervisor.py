@@ -6,6 +6,7 @@ deadlock). Between two starts nothing of the job is left on any host.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,8 +27,10 @@ from hvd_transformer.launch.restart_policy import Limits, RestartPolicy, Verdict
 from hvd_transformer.launch.root_cause import in_words
 
 _NAMES = 8  # of hosts, in a message
+_RESUMING = "resuming"
 _LOOK_SECONDS = 1.0  # between two looks at the hosts that a restart waits for
 _FAILED_SECONDS = 5.0  # after a look that failed
+_ENDED_STARTS = 100  # that ranks are told of: Linux takes no environment variable above 128 KiB
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,10 @@ class Supervisor:
         self._refused: dict[str, str] = {}  # hosts that could not be used since then, and why
         self._lost: Sequence[str] = ()  # hosts by the last start
         self._last_step: int | None = None  # that a rank has told
-        self._begun = False  # whether a start had all of its hosts
+        self._begun = False  # whether a rank has run
         self._job, self._starts = f"{plan.job}.{uuid4().hex}".lstrip("."), 0
-        self._ended_starts: list[str] = []  # of which no rank can be left
+        # Of which no rank can be left. What still has the lock of the run directory is of a recent one.
+        self._ended_starts: deque[str] = deque(maxlen=_ENDED_STARTS)
         self._next = ""
 
     def run(self) -> int:
@@ -93,6 +97,13 @@ class Supervisor:
                     ended = self._start(hosts, stop)
                 except HostLost as error:
                     if not self._may_go_on_without(error):
+                        return code
+                except UserError as error:  # hosts that do not fit together, such as one that has just joined
+                    if not self._begun:
+                        raise
+                    self._cause = str(error)
+                    self._output.message(self._cause)
+                    if not self._obey(self._policy.judge_lost_host()):
                         return code
                 else:
                     code = ended.code
@@ -166,7 +177,7 @@ class Supervisor:
         self._output.start(hosts, f"restart {policy.restarts} of {plan.limits.restarts}" if policy.restarts else "")
 
         def look(agents: HostAgents) -> bool:
-            self._begun = True
+            self._begun = self._begun or agents.have_begun
             self._output.look(agents)
             return newcomers.found is not None
 
@@ -190,11 +201,25 @@ class Supervisor:
         finally:
             newcomers.close()
             self._output.end(failed=ended is not None and ended.code != 0 and not ended.stopped)
+        self._begun = self._begun or ended.begun
         if not ended.lost:
             self._ended_starts.append(name)
-        if newcomers.found is not None and ended.stopped and not stop.count:
-            self._output.message(f"the ranks have saved; new hosts: {_names(newcomers.found)}")
+        if ended.stopped and not ended.lost and not stop.count:
+            self._tell_of_stop(ended, newcomers.found)
         return ended
+
+    def _tell_of_stop(self, ended: AttemptResult, found: Sequence[Host] | None) -> None:
+        """Say how ranks ended that were asked to, so that hosts join or leave."""
+        how = "the ranks have saved"
+        if not ended.saved:
+            seconds = self._connections.limits.save
+            how = f"the ranks did not save within {seconds:.0f} s (--save-timeout) and were killed"
+        elif ended.first is not None and ended.code != 1:  # with which a rank exits that has saved
+            how = f"{in_words(ended.first, {})} while the ranks saved"
+        if found is not None:
+            self._output.message(f"{how}; new hosts: {_names(found)}")
+        elif how != "the ranks have saved":
+            self._output.message(how)
 
     def _may_restart(self, ended: AttemptResult, stop: Stop) -> bool:
         """Report a failure; return, after a back-off, whether to start again."""
@@ -207,7 +232,7 @@ class Supervisor:
             self._policy.note_stop(ended)
             self._set_aside(ended.leaving)
             self._cause = "; ".join(ended.leaving.values())
-            self._next = "resuming"
+            self._next = _RESUMING
             return not ended.leaving or self._plan.limits.restarts > 0
         cause = in_words(ended.first, ended.lost)
         self._output.failed(ended, cause)
@@ -237,7 +262,12 @@ class Supervisor:
         else:
             self._refused |= {error.host: error.why}
         self._set_aside({error.host: error}, otherwise=None if self._begun else error)
-        return not self._begun or self._obey(self._policy.judge_lost_host())
+        if not self._begun or self._next == _RESUMING:  # no rank has failed
+            return True
+        verdict = self._policy.judge_lost_host()
+        if verdict.give_up == "":
+            self._output.message("the job ends, as --restarts is 0")
+        return self._obey(verdict)
 
     def _obey(self, verdict: Verdict) -> bool:
         """Say why the job is given up, or note that it starts again; returns whether it does."""

@@ -82,6 +82,7 @@ class Watchdog:
         self._shared: Path | None = None  # the run directory's `logs/`: only the storage thread touches it
         self._storage = StorageThread()
         self._stands_still = self._others_late = False
+        self._gone = False  # as this rank ends: the storage of the run directory has not answered
         self._beat_seconds = LOOK_SECONDS  # between two files
         self._looked = self._beaten = self._phase_began = time.monotonic()
         self._quiet, self._signs, self._phase = 0.0, -1, ""
@@ -188,7 +189,12 @@ class Watchdog:
         share_beat = due and self._private is None
         if self._shared is not None and (share_beat or quiet):
             self._storage.start(partial(self._share, self._shared, self.beat() if share_beat else None, quiet))
-        if (left < 0 and not self._waits_for_storage(limit)) or (quiet and self._sees_late()):
+        waits = left < 0 and self._waits_for_storage(limit)
+        waited = time.monotonic() - now  # for the storage: this process was not suspended
+        self._looked += waited
+        if self._quiet:
+            self._quiet += min(waited, 2 * _ANSWER_SECONDS)
+        if (left < 0 and not waits) or (quiet and self._sees_late()):
             self._stall()
 
     def _share(self, folder: Path, beat: dict[str, Any] | None, look_for_late: bool) -> None:
@@ -220,20 +226,25 @@ class Watchdog:
         return self._others_late or (self._private is not None and (self._private / _LATE).exists())
 
     def _stall(self) -> None:
-        # Exits even if a disk or the screen blocks, and if that holds the interpreter lock.
+        # Exits even if a disk or the screen blocks, and, a little later and with code 1, if that holds the interpreter
+        # lock.
         with Path(os.devnull).open("wb") as nowhere:
-            faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=nowhere)
-            try:
-                self._report_stall()
-            finally:
-                os._exit(STALLED)
+            faulthandler.dump_traceback_later(_END_SECONDS + _BACKSTOP_SECONDS, exit=True, file=nowhere)
+            report = threading.Thread(target=self._report_stall, name="stall report", daemon=True)
+            report.start()
+            report.join(_END_SECONDS)
+            os._exit(STALLED)
 
     def _report_stall(self) -> None:
         """Write the stacks to the log; one rank prints which ranks are late."""
         beat = self.beat(late=True)
         what = "step" if self.heartbeat.period == "step" else "progress"
-        log.error("no %s for %.0f s here; the stacks of all threads:", what, self._quiet)
-        faulthandler.dump_traceback(self._stacks)
+        if self._private is not None:  # the launcher and the ranks of this host look there
+            self._in(self._private, partial(self._write, self._private, beat))
+            self._in(self._private, (self._private / _LATE).touch)
+        self._log("no %s for %.0f s here; the stacks of all threads:", what, self._quiet)
+        if not self._on_storage(partial(faulthandler.dump_traceback, self._stacks)):
+            faulthandler.dump_traceback(sys.stderr)
         for folder in self._folders():
             self._in(folder, partial(self._write, folder, beat))
             self._in(folder, (folder / _LATE).touch)
@@ -247,9 +258,10 @@ class Watchdog:
         }
         longest = max(beat["progress_seconds"] for beat in late_beats.values())
         line = f"no {what} for {longest:.0f} s: {stall_report(list(seen.values()), self._hosts, silent_seconds)}"
-        log.error("%s", line)
+        self._log("%s", line)
         if self.rank == min(late_beats):
-            print(f"hvd-transformer: {line}; stacks are in {self._logs}", file=sys.stderr, flush=True)
+            logs = "above" if self._gone else f"in {self._logs}"
+            print(f"hvd-transformer: {line}; stacks are {logs}", file=sys.stderr, flush=True)
         else:
             time.sleep(_SETTLE_SECONDS)  # a launcher may kill the others at the first exit
 
@@ -261,9 +273,20 @@ class Watchdog:
         """Do something in a folder, but do not wait long for shared storage. A full disk does not end the training."""
         with suppress(OSError):
             if folder == self._shared:
-                self._storage.answers(action, _ANSWER_SECONDS)
+                self._on_storage(action)
             else:
                 action()
+
+    def _on_storage(self, action: Callable[[], object]) -> bool:
+        """Whether the run directory's storage took this within some seconds. One that did not is not asked again."""
+        if self._shared is None:
+            action()
+        elif not self._gone:
+            self._gone = not self._storage.answers(action, _ANSWER_SECONDS)
+        return not self._gone
+
+    def _log(self, message: str, *values: object) -> None:
+        self._on_storage(partial(log.error, message, *values))
 
     def _write(self, folder: Path, beat: dict[str, Any]) -> None:
         file, data = folder / f"beat-{self.rank}", json.dumps(beat).encode()
@@ -281,14 +304,17 @@ class Watchdog:
         Ages compare file times with that of this rank's own file, because the hosts' clocks may differ.
         """
         newest: dict[int, PeerHeartbeat] = {}
+
+        def read(folder: Path) -> None:
+            now = (folder / f"beat-{self.rank}").stat().st_mtime
+            for rank in range(len(self._hosts)):
+                with suppress(OSError, ValueError), (folder / f"beat-{rank}").open(encoding="utf-8") as file:
+                    age = now - os.fstat(file.fileno()).st_mtime
+                    if rank not in newest or age < newest[rank].age:
+                        newest[rank] = PeerHeartbeat(json.load(file), age)
+
         for folder in self._folders():
-            with suppress(OSError):
-                now = (folder / f"beat-{self.rank}").stat().st_mtime
-                for rank in range(len(self._hosts)):
-                    with suppress(OSError, ValueError), (folder / f"beat-{rank}").open(encoding="utf-8") as file:
-                        age = now - os.fstat(file.fileno()).st_mtime
-                        if rank not in newest or age < newest[rank].age:
-                            newest[rank] = PeerHeartbeat(json.load(file), age)
+            self._in(folder, partial(read, folder))
         return newest
 
 

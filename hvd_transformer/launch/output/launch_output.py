@@ -47,6 +47,8 @@ class LaunchOutput:
         self._gpus = {"gpus_per_rank": gpus_per_rank, "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
         self._outlet = Outlet("screen")
         self._looked, self._published, self._left_out = -math.inf, -math.inf, 0
+        self._begun = self._look_waits = False
+        self.blocked = False  # after `close`: the terminal has not taken the rest
         self._last: dict[int, str] = {}  # what each rank has printed last to standard error in this start
 
     def start(self, hosts: Sequence[Host], restart: str) -> None:
@@ -59,11 +61,14 @@ class LaunchOutput:
     def look(self, agents: HostAgents) -> None:
         """Update the view; called often."""
         now = time.monotonic()
-        if self._looked == -math.inf and self._job is not None:
-            self._job.begun()
-        if now - self._looked > _LOOK_SECONDS:
-            self._looked = now
-            self._outlet.put(partial(self._screen.look, agents.beats), size=1)
+        if not self._begun and agents.have_begun:
+            self._begun = True
+            if self._job is not None:
+                self._job.begun()
+        # One view waits at most: a terminal may take nothing for days.
+        if now - self._looked > _LOOK_SECONDS and not self._look_waits:
+            self._looked, self._look_waits = now, True
+            self._outlet.put(partial(self._look, agents))
         if now - self._published > _PUBLISH_SECONDS:
             self._published = now
             self._publish("look", beats=list(agents.beats.copy().values()))
@@ -104,9 +109,13 @@ class LaunchOutput:
 
     def close(self) -> None:
         """Show and log the rest, unless terminal or disk take nothing."""
-        self._outlet.close(_END_SECONDS)
+        self.blocked = not self._outlet.close(_END_SECONDS)
         if self._job is not None:
             self._job.log.close()
+
+    def _look(self, agents: HostAgents) -> None:
+        self._look_waits = False
+        self._screen.look(agents.beats)
 
     def _publish(self, event: str, **values: Any) -> None:
         if self._job is not None:

@@ -32,7 +32,7 @@ from hvd_transformer.launch.output.launch_server import LaunchServer, is_trusted
 from hvd_transformer.launch.supervisor import Supervisor
 
 HOW = {"cause": "rank 1 on host h1 failed first", "restarts": 2, "step": 70, "hosts": ["h1"]}
-AGENTS = cast(HostAgents, SimpleNamespace(beats={}))
+AGENTS = cast(HostAgents, SimpleNamespace(beats={}, have_begun=True))
 
 
 class Stopped:

@@ -31,8 +31,8 @@ class Stand:
         self._connections = connections
 
     @contextmanager
-    def search(self, examine: Examine) -> Iterator[HostDiscovery]:
-        pool, now = HostPool(lambda: [HERE, FAR], None), Horovodrun([HERE])
+    def search(self, examine: Examine, new: Host = FAR) -> Iterator[HostDiscovery]:
+        pool, now = HostPool(lambda: [HERE, new], None), Horovodrun([HERE])
         found = HostDiscovery(pool, now, self._connections, examine, self.examining, self.aside.update)
         yield found
         found.close()
@@ -85,3 +85,23 @@ def test_where_this_host_does_not_reach_the_new_ones_they_are_set_aside(stand: S
     assert {host: str(why) for host, why in stand.aside.items()} == {
         "far.invalid": f"host far.invalid: cannot be used: {own}"
     }
+
+
+def test_hosts_on_which_the_job_runs_are_never_set_aside(stand: Stand) -> None:
+    """They only differ from the new one, such as one with GPUs or a newer torch."""
+    differs = Finding(HERE.name, "torch 2.11.0, the others 2.13.0", "install the same")
+    with stand.search(lambda hosts: {HERE.name: differs}) as search:
+        wait_until(lambda: stand.aside)
+    assert {host: str(why) for host, why in stand.aside.items()} == {
+        "far.invalid": f"host far.invalid: cannot be used: {differs}"
+    }
+    assert search.found is None
+
+
+def test_a_host_that_horovod_does_not_take_is_set_aside(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next start would refuse it, and end the job."""
+    new = Host("fe80::1", 1)
+    with stand.search(lambda hosts: {}, new) as search:
+        wait_until(lambda: stand.aside)
+    assert search.found is None
+    assert [str(why).startswith("host fe80::1: cannot be used: ") for why in stand.aside.values()] == [True]

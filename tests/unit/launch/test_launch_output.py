@@ -1,9 +1,11 @@
 """What a launched job prints, where the terminal or the disk of the log takes nothing for a while."""
 
 import io
+import json
 import os
 import re
 import resource
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +17,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from hvd_transformer.cli.exit_file import EXIT_FILE
 from hvd_transformer.launch.output import launch_log, launch_output, launch_screen, outlet
 from hvd_transformer.launch.output.launch_log import LaunchLog
 from hvd_transformer.launch.output.launch_output import LaunchOutput
@@ -170,3 +173,42 @@ def test_the_last_line_of_a_rank() -> None:
         assert output.last_line(3) == " [31mred "  # others show it on their terminals
         output.start([], "restart 1 of 1")
         assert output.last_line(1) == ""
+
+
+def test_one_view_waits_for_a_blocked_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_output, "_LOOK_SECONDS", 0.0)
+    output = LaunchOutput(Screen(), None)
+    put, agents = MagicMock(wraps=output._outlet.put), SimpleNamespace(beats={}, have_begun=True)
+    output.show(0, "out", lines(1000))  # more than the pipe holds
+    monkeypatch.setattr(output._outlet, "put", put)
+    for _ in range(100):
+        output.look(agents)
+        time.sleep(0.001)
+    assert put.call_count == 1
+    terminal.drain()
+    output.close()
+    assert not output.blocked
+
+
+LEAVES = """
+import sys
+from hvd_transformer.cli.exit_file import ExitFile
+from hvd_transformer.launch.output import launch_output
+from hvd_transformer.launch.output.launch_screen import Screen
+launch_output._END_SECONDS = 0.5
+output = launch_output.LaunchOutput(Screen(), None)
+output.show(0, "out", "x" * 1_000_000 + "\\n")
+output.close()
+with ExitFile() as exit_file:
+    assert output.blocked
+    exit_file.leave(7)
+"""
+
+
+def test_with_a_blocked_terminal_the_exit_code_is_the_jobs(tmp_path: Path) -> None:
+    """Python itself would wait for what writes to the terminal, and abort."""
+    reading, writing = os.pipe()
+    environment = {**os.environ, EXIT_FILE: str(tmp_path / "exit")}
+    done = subprocess.run([sys.executable, "-c", LEAVES], stdout=writing, env=environment, timeout=60)
+    os.close(reading), os.close(writing)
+    assert (done.returncode, json.loads((tmp_path / "exit").read_text())["code"]) == (7, 7)

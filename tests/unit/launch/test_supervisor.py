@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -600,3 +601,64 @@ def test_a_host_that_is_lost_again_is_left_alone_for_longer() -> None:
     assert hosts.cool_down("far.invalid") == 2 * first
     assert hosts.hosts() == [Host("localhost", 1)]
     assert json.dumps(first)
+
+
+def joining(stand: Path, script: str, **options: object) -> int:
+    """A job on this host, which another one joins once it runs."""
+
+    def find() -> list[Host]:
+        return given(localhost=1, far=1)() if (stand / "ready").exists() else given(localhost=1)()
+
+    return supervise(stand, script, find, num_ranks=2, **options)
+
+
+def test_ranks_that_do_not_save_in_time_are_not_said_to_have_saved(
+    stand: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host_discovery, "_LOOK_SECONDS", 0.2)
+    script = "trap '' TERM; touch ready; [ $HOROVOD_SIZE = 2 ] && exit 0; while :; do sleep 0.05; done"
+    assert joining(stand, script, limits=TimeLimits(save=1.0)) == 0
+    assert starts(stand) == [1, 2]
+    said = capfd.readouterr().err
+    line = "the ranks did not save within 1 s (--save-timeout) and were killed; new hosts: far.invalid"
+    assert line in said and "have saved" not in said
+
+
+def test_a_rank_that_dies_while_it_saves_is_named(
+    stand: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host_discovery, "_LOOK_SECONDS", 0.2)
+    script = "trap 'kill -9 $$' TERM; touch ready; [ $HOROVOD_SIZE = 2 ] && exit 0; while :; do sleep 0.05; done"
+    assert joining(stand, script) == 0
+    said = capfd.readouterr().err
+    assert "with exit code 137 (SIGKILL) while the ranks saved; new hosts: far.invalid" in said
+
+
+def test_a_new_host_that_is_gone_at_the_next_start_does_not_end_the_job(
+    stand: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No rank has failed, so it takes no restart."""
+    monkeypatch.setattr(host_discovery, "_LOOK_SECONDS", 0.2)
+    script = (
+        "trap 'touch down-far.invalid; kill $(cat ssh-far.invalid); exit 1' TERM; touch ready; "
+        "[ $start = 2 ] && exit 0; while :; do sleep 0.05; done"
+    )
+    assert joining(stand, script, restarts=0) == 0
+    assert starts(stand) == [1, 1]
+    said = capfd.readouterr().err
+    assert said.index("new hosts: far.invalid") < said.index("host far.invalid: cannot be used: ")
+    assert "resuming: 1 ranks on localhost" in said
+
+
+def test_what_is_said_before_a_rank_runs_is_no_beginning(stand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then errors appear on the terminal from which the job was detached."""
+
+    def fail(*_: object) -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(["sh", "-c", "exec >&-; sleep 1"], stdin=pipe, stdout=pipe, start_new_session=True)
+
+    monkeypatch.setattr("hvd_transformer.launch.attempt._start", fail)
+    begun = []
+    monkeypatch.setattr(LaunchedJob, "begun", begun.append)
+    assert supervise(stand, "exit 0", given(localhost=1)) == 1
+    assert not begun and not (stand / "starts-0").exists()

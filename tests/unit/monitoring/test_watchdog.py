@@ -202,9 +202,11 @@ def test_while_the_storage_stands_still_nobody_is_late(monkeypatch, tmp_path) ->
 
 
 STANDS_STILL = """
-import os, sys, threading, time
+import logging, os, sys, threading, time
 from pathlib import Path
+from hvd_transformer.monitoring import watchdog as module
 from hvd_transformer.monitoring.watchdog import Watchdog
+module._STORAGE_SECONDS = float(sys.argv[3])
 log, moves, touch = Path(sys.argv[1], "rank-000.log"), threading.Event(), Path.touch
 os.mkfifo(log)
 reading = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
@@ -217,9 +219,10 @@ try:
         pass
 except BlockingIOError:  # whoever writes now must wait
     pass
-Path.touch = lambda path: moves.wait() and touch(path)
+Path.touch = lambda path: (path.parent != log.parent or moves.wait()) and touch(path)
+logging.basicConfig(filename=log)
 watchdog.heartbeat.stepped(1, 0.0, 0.0)
-time.sleep(5)
+time.sleep(float(sys.argv[2]))
 moves.set()
 os.read(reading, 1 << 20)
 for _ in range(20):
@@ -232,8 +235,23 @@ watchdog.close()
 def test_while_its_log_cannot_be_written_a_rank_lives(tmp_path) -> None:
     """Its stacks, which would go there, must not stop it."""
     environment = {name: value for name, value in os.environ.items() if name != FOLDER}
-    words = [sys.executable, "-c", STANDS_STILL, tmp_path]
+    words = [sys.executable, "-c", STANDS_STILL, tmp_path, "5", "450"]
     assert subprocess.run(words, env=environment, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_where_the_storage_does_not_come_back_a_rank_ends_and_says_so(tmp_path: Path, private: bool) -> None:
+    """Within the time for it, counted with what each look at the storage takes; its log cannot be written."""
+    (tmp_path / "private").mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != FOLDER}
+    environment |= {FOLDER: str(tmp_path / "private")} if private else {}
+    began = time.monotonic()
+    words = [sys.executable, "-c", STANDS_STILL, tmp_path, "1000", "8"]
+    done = subprocess.run(words, env=environment, timeout=90, capture_output=True, text=True)
+    assert (done.returncode, time.monotonic() - began < 40) == (STALLED, True)
+    assert re.search("no step for [0-9]+ s: rank 0 on host .* is late: in log after step 1 for", done.stderr)
+    assert "watchdog.py" in done.stderr  # the stacks
+    assert (tmp_path / "private" / "beat-late").exists() == private
 
 
 ALONE = """
