@@ -109,7 +109,7 @@ install: $(STAMP)
 
 # torch comes before the rest: Horovod is compiled against the one that is installed.
 $(STAMP): setup.cfg constraints.txt docker/build_horovod.sh $(wildcard docker/patches/*.patch)
-	@bash docker/build_horovod.sh --check $(PYTHON)
+	@HOROVOD_GPU_OPERATIONS='$(HOROVOD_GPU_OPERATIONS)' bash docker/build_horovod.sh --check $(PYTHON)
 	@echo "Installing into .venv (first time: some minutes, most of it downloads and the Horovod build)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \

@@ -47,6 +47,9 @@ command -v "${CXX:-g++}" >/dev/null || die "no C++ compiler '${CXX:-g++}'; insta
 command -v make >/dev/null || die "no make; install it"
 "$python" -c 'import os, sysconfig; os.stat(os.path.join(sysconfig.get_path("include"), "Python.h"))' 2>/dev/null ||
     die "no Python.h for $python; install its headers (Debian, Ubuntu: python3-dev)"
+gpu_operations=${HOROVOD_GPU_OPERATIONS:-none}
+[[ "$gpu_operations" =~ ^(none|NCCL|MPI)$ ]] ||
+    die "HOROVOD_GPU_OPERATIONS=$gpu_operations: must be NCCL or MPI; leave it out for CPUs"
 [ -z "$only_check" ] || exit 0
 python_bin=$(cd "$(dirname "$python")" && pwd)
 export PATH="$python_bin:$PATH"
@@ -66,7 +69,6 @@ print(hashlib.sha256(b"".join(pathlib.Path(name).read_bytes() for name in sys.ar
 PY
 ) || die "cannot read the patches in $patches"
 mpi_version=$(mpicxx --showme:version 2>/dev/null | grep -oE '[0-9]+(\.[0-9]+)+' | head -n 1 || true)
-gpu_operations=${HOROVOD_GPU_OPERATIONS:-none}
 key="horovod$horovod_version-wakeup_$patches_hash-$tag-mpi${mpi_version:-unknown}-gpu_${gpu_operations,,}"
 cuda_packages=
 if [ "$gpu_operations" != none ]; then

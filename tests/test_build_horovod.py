@@ -108,6 +108,11 @@ def test_a_torch_without_cuda_is_refused_at_once(environment: Environment) -> No
     assert said == "horovod: HOROVOD_GPU_OPERATIONS=NCCL needs a torch with CUDA; this is torch9.9-cp399-x\n"
 
 
+def test_gpu_operations_that_horovod_does_not_have_are_refused_at_once(environment: Environment) -> None:
+    code, _, said = environment.build(HOROVOD_GPU_OPERATIONS="CUDA")
+    assert (code, said) == (1, "horovod: HOROVOD_GPU_OPERATIONS=CUDA: must be NCCL or MPI; leave it out for CPUs\n")
+
+
 @pytest.mark.parametrize(("operations", "found"), [("", "False"), ("NCCL", "True")])
 def test_without_gpu_operations_no_toolkit_is_used(environment: Environment, operations: str, found: str) -> None:
     """It may lack its headers, or be of another CUDA than torch's."""
