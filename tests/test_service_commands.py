@@ -147,6 +147,7 @@ def test_what_the_service_refuses_is_one_line(service: FakeService, call: Any) -
         ("token add x --owner ann --role root", "'root' is not one of"),
         ("token revoke x", "'x' is not a valid integer"),
         ("queue --state DONE", "'DONE' is not one of"),
+        ("queue --user \udcff", "'\\udcff' is not valid UTF-8"),
         ("queue --server ftp://x", "--server ftp://x: must be like https://host:8080"),
     ],
 )
@@ -279,6 +280,28 @@ def test_show_a_run_without_a_job(service: FakeService, call: Any, tmp_path: Pat
     by_path, by_id = call("show", "runs/mine").stdout, call("show", number).stdout
     assert by_path == by_id
     assert by_path.splitlines()[1:3] == ["name     mine", "state    FINISHED"]
+
+
+def test_a_run_directory_that_the_service_does_not_have_is_read_here(
+    service: FakeService, state: Path, tmp_path: Path
+) -> None:
+    """Where the service is that of this user; one that was named is asked alone."""
+    for name, rate in (("one", 0.1), ("other", 0.3)):
+        small_run(tmp_path / "runs" / name, rate, 2.0)
+        service.answers[f"GET runs/{run_id(tmp_path / 'runs' / name)}"] = (404, {"error": "no such run"})
+
+    def call(*words: str) -> Done:
+        own = {"XDG_DATA_HOME": str(tmp_path), "HVD_TRANSFORMER_SERVER": ""}
+        return command("hvd-transformer", *words, folder=tmp_path, environment=own)
+
+    (tmp_path / "hvd-transformer").mkdir()
+    (tmp_path / "hvd-transformer" / "service").symlink_to(state)
+    assert json.loads(call("show", "runs/one", "--json").stdout)["run"]["step"] == 3
+    found = json.loads(call("compare", "runs/one", "runs/other", "--json").stdout)
+    assert found["differs"]["optimizer.lr"] == [0.1, 0.3]
+    named = call("show", "runs/one", "--server", str(state))
+    assert (named.returncode, named.stderr) == (2, "hvd-transformer: runs/one: the service has no such run\n")
+    assert "the service has no such run" in call("compare", "runs/one", "a" * 12).stderr
 
 
 def log_of(texts: list[str]) -> Any:
@@ -549,7 +572,7 @@ def test_compare(service: FakeService, call: Any) -> None:
     }
     lines = [line.split() for line in call("compare", 3, "b" * 12).stdout.splitlines()]
     assert lines == [
-        ["TINY-3", "TINY-11"], ["state", "RUNNING", "FINISHED"], ["step", "5", "5"], ["optimizer.lr", "0.001", "none"],
+        ["tiny-3", "tiny-11"], ["state", "RUNNING", "FINISHED"], ["step", "5", "5"], ["optimizer.lr", "0.001", "none"],
         ["data.split", "[0.9,", "0.1]", "x"], ["loss", "2.5"],
     ]  # fmt: skip
     assert service.asked[-1].query == {"runs": [f"{RUNNING['run']},{'b' * 12}"]}
@@ -654,6 +677,7 @@ def test_run_directories_need_no_service(call: Any, state: Path, tmp_path: Path)
     (tmp_path / "empty").mkdir()
     assert call("show", "empty", code=2).stderr.endswith(f"{tmp_path}/empty: not a run directory\n")
     assert "no service is running" in call("compare", "1", "runs/one", code=2).stderr
+    assert "no service is running" in call("show", "~nobody-here/run", code=2).stderr
 
 
 def test_runs_are_compared_while_the_service_is_down(stopped: Path, call: Any, tmp_path: Path) -> None:

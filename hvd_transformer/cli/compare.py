@@ -32,4 +32,4 @@ def compare(runs: tuple[str, ...], server: str | None, as_json: bool) -> None:
     rows = [["state", *(run["state"] for run in found["runs"])], ["step", *(run["step"] for run in found["runs"])]]
     rows += [[key, *(map(shown, values))] for key, values in found["differs"].items()]
     rows += [[key, *values] for key, values in found["final"].items()]
-    print_table(["", *names], rows)
+    print_table(["", *names], rows, capitals=False)

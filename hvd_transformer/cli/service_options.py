@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -78,9 +77,9 @@ def client_of(given: str | None) -> "Client":
 def reading(given: str | None, words: Sequence[str] = ()) -> "Reading":
     """Where a listing comes from: the service or, if it is down, its database, which is said on stderr.
 
-    Run directories alone, the `words`, need neither.
+    Run directories alone, the `words`, need neither, nor must the service of this user know them.
     """
-    from hvd_transformer.service.remote.address import DATABASE
+    from hvd_transformer.service.remote.address import DATABASE, expanded
     from hvd_transformer.service.remote.client import NoService
     from hvd_transformer.service.remote.reading import Online
 
@@ -92,12 +91,12 @@ def reading(given: str | None, words: Sequence[str] = ()) -> "Reading":
 
         state = client.address.state
         if state is None or not (state / DATABASE).exists():
-            if given is not None or not words or not all(Path(word).expanduser().is_dir() for word in words):
+            if given is not None or not words or not all(expanded(word).is_dir() for word in words):
                 raise
             return Offline.of_directories()
         show_error("hvd-transformer", f"{error}; this is what its database has")
         return Offline(state)
-    return Online(client)
+    return Online(client, directories=given is None)
 
 
 def print_json(document: Any) -> None:

@@ -15,20 +15,23 @@ _STYLES = {
 }  # fmt: skip
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table on a terminal; elsewhere plain lines with the same columns, aligned, for pipes."""
-    texts = [[plain(cell) for cell in row] for row in rows]
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, capitals: bool = True) -> None:
+    """A table on a terminal; elsewhere plain lines with the same columns, aligned, for pipes.
+
+    There the heads are in capitals, unless these are names that a user may give again.
+    """
+    heads, *texts = ([plain(cell) for cell in row] for row in (columns, *rows))
     if not sys.stdout.isatty():
-        widths = [max(map(len, cells)) for cells in zip(columns, *texts, strict=True)]
-        for row in [[column.upper() for column in columns], *texts]:
+        widths = [max(map(len, cells)) for cells in zip(heads, *texts, strict=True)]
+        for row in [[head.upper() for head in heads] if capitals else heads, *texts]:
             click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         return
     from rich import box
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(*(Column(Text(head)) for head in heads), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for row in texts:
         table.add_row(*(Text(cell, _STYLES.get(cell, "")) for cell in row))
     Console().print(table)
@@ -36,7 +39,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
 
 def print_fields(fields: Mapping[str, object]) -> None:
     """Names and values, one per line; what is empty is left out."""
-    shown = {name: text for name, value in fields.items() if (text := plain(value))}
+    shown = {plain(name): text for name, value in fields.items() if (text := plain(value))}
     width = max(map(len, shown), default=0)
     for name, text in shown.items():
         click.echo(f"{name.ljust(width)}  {text}")

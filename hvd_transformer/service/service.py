@@ -18,7 +18,7 @@ from hvd_transformer.service.engines.external_jobs import ExternalJobs
 from hvd_transformer.service.engines.kubernetes import Kubernetes
 from hvd_transformer.service.engines.slurm import Slurm
 from hvd_transformer.service.housekeeping import Housekeeping
-from hvd_transformer.service.jobs import Engine, Host
+from hvd_transformer.service.jobs import WAITING, Engine, Host
 from hvd_transformer.service.launching.attempts import Launchers
 from hvd_transformer.service.launching.host_checks import HostChecks
 from hvd_transformer.service.launching.plain_launches import PlainLaunches
@@ -82,7 +82,9 @@ class TrainingService:
             curves = Curves()
             housekeeping = Housekeeping(store, runs, curves, options.state)
             self._problem: Callable[[], str | None] = lambda: None
-            has_queue = bool(store.hosts() or options.engines or store.external_attempts())
+            has_queue = bool(
+                store.hosts() or options.engines or store.external_attempts() or store.jobs(WAITING, limit=1)
+            )
             queue = self._queue(options, runs, housekeeping, stack) if has_queue else None
             service = parts.Service(
                 version("hvd-transformer"), store, self._tokens, runs, curves, beats, queue, lambda: self._problem()

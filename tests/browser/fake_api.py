@@ -236,7 +236,9 @@ def matching(state: State, query: dict[str, list[str]]) -> dict[str, Any]:
 
 def compared(state: State, query: dict[str, list[str]]) -> dict[str, Any]:
     now = time.time()
-    chosen = [state.run(id) for id in one(query, "runs").split(",")]
+    ids = one(query, "runs").split(",")
+    known = {run.id for run in state.runs}
+    chosen = [state.run(id) for id in ids if id in known]
     rows = [row(run, now) for run in chosen]
     keys = sorted({key for run in chosen for key in run.config})
     differs = {key: [run.config.get(key) for run in chosen] for key in keys}
@@ -245,6 +247,7 @@ def compared(state: State, query: dict[str, list[str]]) -> dict[str, Any]:
         "runs": rows,
         "differs": {key: values for key, values in differs.items() if len({str(value) for value in values}) > 1},
         "final": {key: [item["metrics"].get(key) for item in rows] for key in metrics},
+        "missing": [id for id in ids if id not in known],
     }
 
 

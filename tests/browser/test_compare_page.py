@@ -26,6 +26,13 @@ def test_only_settings_that_differ_and_the_best_final_metrics(visit: Visit, serv
     ]
 
 
+def test_a_link_with_a_run_that_is_gone_shows_the_others(visit: Visit) -> None:
+    page = visit(f"/compare?runs={run_id(100)},{'0' * 12}")
+    page.sees("sweep-8/", ".legend")
+    page.sees("A run of this comparison no longer exists", "#messages")
+    page.until(lambda: page.driver.current_url.endswith(f"?runs={run_id(100)}"), "the others in the address")
+
+
 def test_curves_of_all_runs_share_a_cursor_with_their_values(visit: Visit) -> None:
     from selenium.webdriver import ActionChains
 

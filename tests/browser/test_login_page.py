@@ -31,6 +31,15 @@ def test_a_wrong_link_says_so(visit: Visit) -> None:
     assert "token" not in page.driver.current_url
 
 
+def test_a_link_that_is_pasted_into_an_open_tab_logs_in(visit: Visit, service: FakeServer) -> None:
+    """The browser loads nothing where only what follows the # differs."""
+    page = visit(token="")
+    page.one("#token")
+    page.run(f"location.href = '{service.url}/#token=view-token'")
+    page.sees("eve", "#account")
+    assert "token" not in page.driver.current_url
+
+
 def test_logout_and_the_end_of_a_session_lead_to_the_form(visit: Visit) -> None:
     page = visit()
     page.sees("gpt-small/warmup-2k")

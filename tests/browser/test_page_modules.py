@@ -103,6 +103,9 @@ def test_the_best_of_some_values(page: Browser) -> None:
     best = "[...m.best(a[0], a[1])]"
     assert _call(page, "metrics", best, "valid_loss", [2.0, 1.0, None, 1.0]) == [1, 3]
     assert _call(page, "metrics", best, "valid_bleu", [2.0, 1.0]) == [0]
+    for metric in ("f1_macro", "bleu_words", "exact_match"):  # of an own task, too: as training chooses its best
+        assert _call(page, "metrics", best, f"valid_{metric}", [2.0, 1.0]) == [0]
+    assert _call(page, "metrics", best, "test_web_loss", [2.0, 1.0]) == [1]
     assert _call(page, "metrics", best, "mfu", [0.2, 0.4]) == [1]
     assert _call(page, "metrics", best, "lr", [2.0, 1.0]) == []
     assert _call(page, "metrics", best, "network_sent_bytes_per_second", [2.0, 1.0]) == []

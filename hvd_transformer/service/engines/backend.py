@@ -86,6 +86,9 @@ class Backend(Protocol):
     def stop(self, sightings: Sequence[Sighting], now: bool) -> None:
         """Let the ranks of these attempts save and end, or with `now` kill them."""
 
+    def clean(self, claim: str) -> None:
+        """Remove the values of a job that has ended: it has no attempt there any more."""
+
 
 def files_of(job: Job, number: int) -> AttemptFiles:
     """What an attempt leaves in its run directory: hosts of other schedulers do not see the spool folder."""

@@ -150,7 +150,10 @@ class ExternalJobs:
             if found.ended is None and not found.runs:
                 self._waited[attempt.job] = looked
             if found.ended is not None:
-                self._end(attempt, found)
+                try:
+                    self._end(attempt, found)
+                except NotNow as error:  # the next look sees the same
+                    words[attempt] = str(error)
             elif attempt.state is State.STOPPING:
                 stopping.append((attempt, found))
             elif found.runs and attempt.state is State.STARTING:
@@ -182,11 +185,15 @@ class ExternalJobs:
         words, away = dict[ExternalAttempt, str](), dict[ExternalAttempt, str]()
         over: dict[tuple[str, ...], str] = {}  # by options, which name accounts and partitions: the limit they are over
         tried = unchecked = 0
+        stopped = [attempt for attempt in attempts if attempt.state is State.STOPPING]
+        for attempt in stopped:  # whatever becomes of the others
+            self._settle(attempt, not_started("it was stopped before"))
+        attempts = [attempt for attempt in attempts if attempt not in stopped]
         for at, attempt in enumerate(attempts):
             if attempt.job not in self._options:
                 self._options[attempt.job] = tuple(self._known(attempt).sbatch)
             options = self._options[attempt.job]
-            if options in over and attempt.state is not State.STOPPING:  # it waits behind the one that was refused
+            if options in over:  # it waits behind the one that was refused
                 words[attempt] = over[options]
                 continue
             job = self._known(attempt)
@@ -238,7 +245,7 @@ class ExternalJobs:
         """Raises `UserError` for what is wrong with the job, `NotNow` for a folder that is away, a full disk or a job
         file that cannot be made now.
         """
-        claim, run = f"hvd-{self._service}-{job.id}", Path(job.output_dir)
+        claim, run = self._claim(job), Path(job.output_dir)
         attempts = files_of(job, attempt.number).folder
         self._folders.ask(Path(job.folder), lambda: check_folder(job.folder))
         values: Mapping[str, str] = {}
@@ -246,7 +253,11 @@ class ExternalJobs:
             values = self._folders.ask(Path(job.env_file or "").parent, lambda: secret_values(job))
         try:
             self._folders.ask(run.parent, lambda: attempts.mkdir(parents=True, exist_ok=True))
-            code = install(self._state / "code" / job.code, run) if job.code else None
+            # Its number is not used again after a restore of an older database: the scheduler may still have this job.
+            (self._state / "jobs" / str(job.id)).mkdir(mode=0o700, parents=True, exist_ok=True)
+            code = None
+            if job.code:
+                code = self._folders.ask(run.parent, lambda: install(self._state / "code" / job.code, run))
         except OSError as error:
             raise error_of(error, f"{error.filename or run}: {error.strerror or error}") from None
         try:
@@ -263,8 +274,9 @@ class ExternalJobs:
     def _end(self, attempt: ExternalAttempt, seen: Sighting) -> None:
         job = self._known(attempt)
         files = files_of(job, attempt.number)
-        told = files.read_exit()
-        ended, at_limit = conclude(job, seen, told, "" if told is not None else files.last_line())
+        # Its storage may have ended it. Other jobs do not wait for that.
+        told, last_line = self._folders.ask(Path(job.output_dir), lambda: (files.read_exit(), files.last_line()))
+        ended, at_limit = conclude(job, seen, told, last_line)
         # Between two looks it may have begun and ended; one that was cancelled may never have begun.
         ran = told is not None or seen.ended not in (Ended.CANCELLED, Ended.PREEMPTED)
         self._settle(attempt, ended, at_limit, ran)
@@ -277,6 +289,9 @@ class ExternalJobs:
             if ran:
                 self._store.set_ran(job.id, attempt.number, self._waited.get(job.id, 0.0))
             job = settle(self._store, job, attempt.number, ended, time.time())
+        if job.env_names and job.state is not State.QUEUED:
+            with suppress(EngineFault):
+                self._backends[job.engine].clean(self._claim(job))
         self._to_kill.discard(job.id)
         self._waited.pop(job.id, None)
         self._options.pop(job.id, None)
@@ -286,6 +301,9 @@ class ExternalJobs:
         job = self._store.job(attempt.job)
         assert job is not None  # jobs are only forgotten after their end
         return job
+
+    def _claim(self, job: Job) -> str:
+        return f"hvd-{self._service}-{job.id}"
 
     def _name(self, attempt: ExternalAttempt) -> str:
         return f"hvd-{self._service}-{attempt.job}-{attempt.number}"

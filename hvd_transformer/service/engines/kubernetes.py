@@ -14,20 +14,21 @@ import yaml
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.plugin import CODE
-from hvd_transformer.service.engines.backend import Ended, Sighting, Submission
+from hvd_transformer.service.engines.backend import Ended, OverLimit, Sighting, Submission
 from hvd_transformer.service.engines.commands import CommandFailed, Commands
 from hvd_transformer.service.launching.launch_command import own_variables
 
 _KIND = "mpijobs.kubeflow.org"
 _SERVICE = "hvd-transformer/service"
 _JOB = "training.kubeflow.org/job-name"  # the operator's label of pods
-_AT_ONCE = 200  # names on one command line
+_AT_ONCE = 200  # names on one command line; those of earlier jobs are not asked for
 _KEEP_SECONDS = 7 * 86_400  # after its end: a service that was down sees it
 _ENDED = {
     "DeadlineExceeded": Ended.TIME_LIMIT,
     "MPIJobEvicted": Ended.LOST,
 }
 # Failures that may pass: the API server does not answer, or is busy.
+_QUOTA = "exceeded quota"  # of the namespace: an older job's end makes room
 _PASSING = re.compile(r"connect|timeout|timed out|refused|etcd|TooManyRequests|InternalError|unavailable", re.I)
 
 
@@ -41,9 +42,15 @@ class Kubernetes:
 
     def look(self, wanted: Mapping[str, str | None]) -> Mapping[str, Sighting]:
         """See `Backend`."""
-        text = self._kubectl("get", _KIND, f"--selector={_SERVICE}={self._service}", "--output=json")
-        found = {item["metadata"]["name"]: item for item in json.loads(text)["items"]}
-        return {name: _sighting(name, found[name]) for name in wanted if name in found}
+        names, seen = list(wanted), dict[str, Sighting]()
+        for at in range(0, len(names), _AT_ONCE):
+            words = (*names[at : at + _AT_ONCE], "--ignore-not-found", "--output=json")
+            found = json.loads(self._kubectl("get", _KIND, *words) or "{}")
+            for item in found.get("items", [found] if found else []):  # of one name it is no list
+                metadata = item["metadata"]
+                if metadata.get("labels", {}).get(_SERVICE) == self._service:
+                    seen[metadata["name"]] = _sighting(metadata["name"], item)
+        return seen
 
     def gone(self, external: str) -> Sighting:
         """See `Backend`. Nothing but `kubectl delete` removes an MPIJob so early."""
@@ -56,10 +63,12 @@ class Kubernetes:
         try:
             applied = json.loads(self._kubectl("apply", "--filename=-", "--output=json", text=text))["items"]
         except CommandFailed as error:
+            if _QUOTA in f"{error} {error.errors}":
+                raise OverLimit(str(error)) from None
             if _PASSING.search(str(error)):
                 raise
             raise UserError(str(error)) from None
-        if attempt.values:  # the Secret goes when the MPIJob goes
+        if attempt.values:  # the Secret goes when the MPIJob goes, also if this service is gone by then
             mpijob = next(item for item in applied if item["kind"] == "MPIJob")
             owner = {key: mpijob[key] for key in ("apiVersion", "kind")}
             owner |= {key: mpijob["metadata"][key] for key in ("name", "uid")}
@@ -75,6 +84,10 @@ class Kubernetes:
             if now:
                 pods = f"--selector={_JOB} in ({','.join(names)})"
                 self._kubectl("delete", "pods", pods, "--grace-period=0", "--force", "--wait=false")
+
+    def clean(self, claim: str) -> None:
+        """See `Backend`."""
+        self._kubectl("delete", "secret", f"{claim}-env", "--ignore-not-found", "--wait=false")
 
     def _kubectl(self, *words: str, text: str = "") -> str:
         return self._commands.run("kubectl", *words, text=text)

@@ -76,7 +76,7 @@ class Slurm:
         """See `Backend`. Without requeue: the service itself starts a job again, as a new attempt."""
         job = attempt.job
         words = ["sbatch", "--parsable", f"--job-name={attempt.name}", f"--comment={job.name}", "--no-requeue"]
-        words += [f"--output={attempt.files.out}"]
+        words += ["--output=" + str(attempt.files.out).replace("%", "%%")]  # %j would be the number of the job
         if attempt.seconds is not None:
             words += [f"--time={math.ceil((attempt.seconds + _save_seconds(attempt.file)) / 60)}"]
         environment = {**attempt.values, **own_variables(job, attempt.files), "PYTHONSAFEPATH": "1"}
@@ -103,6 +103,9 @@ class Slurm:
         for options, jobs in ((("--batch", "--signal=TERM"), save), ((), end)):
             for at in range(0, len(jobs), _AT_ONCE):
                 self._commands.run("scancel", "--quiet", *options, *jobs[at : at + _AT_ONCE])
+
+    def clean(self, claim: str) -> None:
+        """See `Backend`. Values were in the environment of `sbatch`."""
 
     def _accounting(self, by: str, jobs: Sequence[str], *more: str) -> str:
         """Jobs that `squeue` has forgotten, from `sacct`; empty without it, or without accounting."""

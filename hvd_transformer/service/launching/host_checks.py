@@ -156,6 +156,11 @@ def _states(hosts: Sequence[Host], examined: Examination, busy: Collection[str])
 
 def _about_gpus(host: Host, answer: Answer | None) -> list[Finding]:
     """Whether the GPUs that the service knows of are there."""
+    if answer is not None and answer["devices"] and not host.gpus:
+        numbers = ",".join(map(str, range(len(answer["devices"]))))
+        message = "its GPUs are not assigned to jobs: jobs that share the host use the same ones"
+        cure = f"list them: `hvd-transformer hosts add {host.name}:{host.slots} --gpus {host.name}={numbers}`"
+        return [Finding(host.name, message, cure, problem=False)]
     if answer is None or len(answer["devices"]) >= len(host.gpus):
         return []
     message = f"GPUs {', '.join(map(str, host.gpus))} are to be used, but it has only {len(answer['devices'])} of them"

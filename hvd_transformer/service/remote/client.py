@@ -273,4 +273,7 @@ def _reason(error: Exception) -> str:
 
 def _target(path: str, query: Mapping[str, Any] | None = None) -> str:
     given = {name: value for name, value in (query or {}).items() if value not in (None, "")}
-    return _BASE + quote(path) + (f"?{urlencode(given, doseq=True)}" if given else "")
+    try:
+        return _BASE + quote(path) + (f"?{urlencode(given, doseq=True)}" if given else "")
+    except UnicodeEncodeError as error:  # a command line need not be text
+        raise UserError(f"{error.object!r} is not valid UTF-8") from None

@@ -2,16 +2,21 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from http import HTTPStatus
 from typing import Any, Protocol
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.jobs import LONGEST_NUMBER
 from hvd_transformer.service.remote.address import expanded
-from hvd_transformer.service.remote.client import Client
+from hvd_transformer.service.remote.client import Client, Refused
 from hvd_transformer.service.runs.index import run_id
 
 Document = dict[str, Any]
 _RUN = re.compile(r"[0-9a-f]{12}")
+
+
+class UnknownRun(UserError):
+    """The service has no such run."""
 
 
 class Reading(Protocol):
@@ -28,24 +33,38 @@ class Reading(Protocol):
 
 
 class Online:
-    """The service itself."""
+    """The service itself. With `directories`, run directories that it does not have are read here."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, client: Client, *, directories: bool = False) -> None:
+        self._client, self._directories = client, directories
 
     def jobs(self, states: Sequence[str], user: str | None, tag: str | None) -> Iterable[Document]:
         return self._client.items("jobs", state=",".join(states), user=user, tag=tag, limit=500)
 
     def job_and_run(self, word: str) -> tuple[Document | None, Document | None]:
-        number, run = locate(self._client, word)
+        try:
+            number, run = locate(self._client, word)
+        except UnknownRun as error:
+            return self._here([word], error).job_and_run(word)
         job = None if number is None else self._client.get(f"jobs/{number}")
         found = self._client.get(f"runs/{run}")
         return job, found if found["began"] is not None else None
 
     def compare(self, words: Sequence[str]) -> Document:
-        runs = [locate(self._client, word)[1] for word in words]
+        try:
+            runs = [locate(self._client, word)[1] for word in words]
+        except UnknownRun as error:
+            return self._here(words, error).compare(words)
         found: Document = self._client.get("compare", runs=",".join(runs))
         return found
+
+    def _here(self, words: Sequence[str], error: UnknownRun) -> Reading:
+        """For run directories alone. Raises `error` for other words."""
+        from hvd_transformer.service.remote.offline import Offline
+
+        if not self._directories or any(job_number(word) or _RUN.fullmatch(word) for word in words):
+            raise error
+        return Offline.of_directories()
 
 
 def job_number(word: str) -> int | None:
@@ -73,5 +92,10 @@ def locate(client: Client, word: str) -> tuple[int | None, str]:
     if number is not None:
         return number, client.get(f"jobs/{number}")["run"]
     run = run_of(word)
-    job = client.get(f"runs/{run}")["job"]
+    try:
+        job = client.get(f"runs/{run}")["job"]
+    except Refused as error:
+        if error.status != HTTPStatus.NOT_FOUND:
+            raise
+        raise UnknownRun(f"{word}: the service has no such run") from None
     return (None if job is None else job["id"]), run

@@ -86,7 +86,7 @@ def read_config(path: Path) -> dict[str, Any]:
         if sum(map(data.count, (bytes([character]) for character in _YAML_NESTING))) > _MOST_NESTING:
             return {}
         found = yaml.load(data, Loader=_LOADER)  # noqa: S506 - a safe loader
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+    except Exception:  # what PyYAML raises depends on the tag: `!!bool maybe` is a KeyError
         return {}
     flat: dict[str, Any] = {}
     for name, value in found.items() if isinstance(found, dict) else ():
@@ -96,9 +96,9 @@ def read_config(path: Path) -> dict[str, Any]:
             flat[str(name)] = value
     try:
         _count(flat, _MOST_NODES)
+        return {plain(key): plain(value) for key, value in flat.items()}
     except (ValueError, RecursionError):
         return {}
-    return {plain(key): plain(value) for key, value in flat.items()}
 
 
 def _count(value: Any, left: int) -> int:
@@ -109,8 +109,11 @@ def _count(value: Any, left: int) -> int:
     left -= 1
     if left < 0:
         raise ValueError
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list | set) else ():
-        left = _count(inner, left)
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list | set | tuple):  # tuples: keys, and the items of `!!pairs`
+        for inner in value:
+            left = _count(inner, left)
     return left
 
 

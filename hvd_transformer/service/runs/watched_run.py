@@ -221,8 +221,11 @@ def _first_start(run: Path) -> float | None:
 
 
 def _shared(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy of `values` in which equal texts of several runs share memory."""
-    kept = {sys.intern(key): plain(value) for key, value in values.items()}
+    """Copy of `values` in which equal texts of several runs share memory; empty if they are nested too deep."""
+    try:
+        kept = {sys.intern(plain(key)): plain(value) for key, value in values.items()}
+    except RecursionError:
+        return {}
     return {key: sys.intern(value) if type(value) is str else value for key, value in kept.items()}
 
 

@@ -71,7 +71,9 @@ class Endpoints:
             if not user.may(route.role):
                 raise HTTPException(403, f"needs the role {route.role.value}; yours is {user.role.value}")
         if route.needs_queue and self._service.queue is None:
-            raise HTTPException(409, "this service shows runs and has no queue: start it with hosts (serve --help)")
+            raise HTTPException(
+                409, "this service shows runs and has no queue: start it with hosts or --engine (serve --help)"
+            )
         return Call(
             service=self._service,
             table=self._table,

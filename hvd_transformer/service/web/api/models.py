@@ -266,11 +266,12 @@ class LogPage(Answer):
 
 
 class Comparison(Answer):
-    """`differs`, `final`: a value per run, null where it has none."""
+    """`differs`, `final`: a value per run, null where it has none. `missing`: ids of no run."""
 
     runs: list[Row]
     differs: dict[str, list[Any]]
     final: dict[str, list[float | None]]
+    missing: list[str]
 
 
 class Use(Answer):

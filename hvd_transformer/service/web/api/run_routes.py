@@ -10,6 +10,7 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.service.jobs import ENDED
 from hvd_transformer.service.runs.comparison import MOST_RUNS
 from hvd_transformer.service.runs.logs import PAGE_BYTES, log_names, log_page
+from hvd_transformer.service.runs.metrics.metrics_rows import MOST_KEYS
 from hvd_transformer.service.runs.query import Query, TableRow, select
 from hvd_transformer.service.storage.tokens import Role
 from hvd_transformer.service.submitting.request import check_tags
@@ -18,9 +19,10 @@ from hvd_transformer.service.web.api.routes import BASE, Call, Route
 from hvd_transformer.service.web.api.views import JobViews
 
 _ID = re.compile(r"[0-9a-f]{12}")
-_MOST_KEYS = 50
+_MOST_KEYS = 50  # of the configuration
 _MOST_CONDITIONS = 20
 _LONGEST_CURSOR = 20_000  # it has the value that the table is sorted by; a request's head may be 32 KiB
+_LONGEST_KEYS = 20_000  # of all metrics of a run
 
 Text = Annotated[str, Field(max_length=1000)]
 
@@ -43,7 +45,7 @@ class RunsQuery(models.Body):
 class MetricsQuery(models.Body):
     """`keys`: with commas between. `from`, `to`: on the axis `x`. `width`: pixels."""
 
-    keys: Text = ""
+    keys: Annotated[str, Field(max_length=_LONGEST_KEYS)] = ""
     first: float | None = Field(None, alias="from")
     last: float | None = Field(None, alias="to")
     width: Annotated[int, Field(ge=1, le=4000)] = 800
@@ -119,8 +121,8 @@ def show_metrics(call: Call) -> models.Metrics:
         return models.Metrics(keys={}, available=[], last_step=None)
     curve = call.service.curves.of(row.run.path)
     wanted = _words(query.keys)
-    if len(wanted) > _MOST_KEYS:
-        raise UserError(f"keys: {len(wanted)} are too many; at most {_MOST_KEYS}")
+    if len(wanted) > MOST_KEYS:
+        raise UserError(f"keys: {len(wanted)} are too many; at most {MOST_KEYS}")
     found = {}
     for key in wanted:
         points = curve.points(key, query.first, query.last, query.width, query.x)
@@ -148,7 +150,11 @@ def compare_runs(call: Call) -> models.Comparison:
     ids = _words(query.runs)
     if not 1 <= len(ids) <= MOST_RUNS:
         raise UserError(f"runs: {len(ids)} ids; must be 1 to {MOST_RUNS}, with commas between")
-    return JobViews(call.service).comparison([_row(call, run) for run in ids])
+    rows = call.table.rows()
+    known = [rows[run] for run in ids if run in rows]
+    if not known:
+        raise HTTPException(404, "no such run")
+    return JobViews(call.service).comparison(known, [run for run in ids if run not in rows])
 
 
 def _row(call: Call, run: str) -> TableRow:

@@ -61,6 +61,7 @@ class JobViews:
         run = row.run
         job = None if row.job is None else self._service.store.job(row.job.id)
         keys = row.config if config is None else [key for key in config if key in row.config]
+        task = row.config.get("task")  # anything: anybody may have written the file
         return {
             "id": row.id,
             "name": row.name,
@@ -73,7 +74,7 @@ class JobViews:
             "epoch": None if run is None else run.epoch,
             "metrics": {} if run is None else dict(run.metrics),
             "best": {} if run is None else dict(run.best),
-            "task": row.config.get("task"),
+            "task": task if isinstance(task, str) else None,
             "world": None if run is None else run.world,
             "tokens_per_second": None if run is None else run.tokens_per_second,
             "began": None if run is None else run.began,
@@ -105,10 +106,11 @@ class JobViews:
             summary=dict(row.run.summary),
         )
 
-    def comparison(self, rows: Sequence[TableRow]) -> models.Comparison:
-        """Several runs side by side. Raises `UserError` for too many."""
+    def comparison(self, rows: Sequence[TableRow], missing: Sequence[str] = ()) -> models.Comparison:
+        """Several runs side by side; `missing` are the ids of others. Raises `UserError` for too many."""
         found = compare([row.run or _not_begun(row) for row in rows])
-        return models.Comparison(runs=[self.row(row) for row in rows], differs=found.differs, final=found.final)
+        shown = [self.row(row) for row in rows]
+        return models.Comparison(runs=shown, differs=found.differs, final=found.final, missing=list(missing))
 
     def estimated_end(self, row: TableRow) -> float | None:
         """When the run of a row is likely to end; None if it does not run, or if that is not known."""

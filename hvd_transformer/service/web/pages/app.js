@@ -5,7 +5,7 @@ import { h, replace } from "./dom.js";
 import { connection, onNews, reconnect, startNews } from "./events.js";
 import { timeOfDay } from "./format.js";
 import { shortcut, showHelp, startKeys } from "./keys.js";
-import { loginFromAddress, showLogin } from "./login.js";
+import { hasToken, loginFromAddress, showLogin } from "./login.js";
 import { onLoggedOut, showError } from "./messages.js";
 import { go, startRouter } from "./router.js";
 import { identify, me } from "./session.js";
@@ -121,4 +121,6 @@ function showConnection() {
   }
 }
 
+// The link that `serve` prints, opened in a tab that shows these pages: the browser loads nothing by itself.
+addEventListener("hashchange", () => hasToken() && location.reload());
 start();

@@ -14,14 +14,22 @@ let library = null;
  * @returns {Promise<any>}
  */
 export function loadLibrary() {
-  library ??= Promise.all([loaded("link", "href", SHEET, { rel: "stylesheet" }), loaded("script", "src", SCRIPT)]);
+  const files = () => [loaded("link", "href", SHEET, { rel: "stylesheet" }), loaded("script", "src", SCRIPT)];
+  library ??= Promise.all(files()).catch((error) => {
+    library = null; // the next chart tries again
+    throw error;
+  });
   return library;
 }
 
 function loaded(tag, address, file, more = {}) {
   return new Promise((resolve, reject) => {
-    const failed = () => reject(new Error(`The charts could not be loaded: ${file}`));
-    document.head.append(h(tag, { ...more, [address]: file, on: { load: resolve, error: failed } }));
+    const element = h(tag, { ...more, [address]: file, on: { load: resolve, error: () => failed() } });
+    const failed = () => {
+      element.remove();
+      reject(new Error(`The charts could not be loaded: ${file}`));
+    };
+    document.head.append(element);
   });
 }
 

@@ -26,7 +26,7 @@ export async function open({ main, query, signal }) {
   const kept = Object.fromEntries(query);
   const keep = (values) => setQuery(Object.assign(kept, values));
   let ids = [...new Set((query.get("runs") || "").split(",").filter(Boolean))].slice(0, MOST);
-  let compared = { runs: [], differs: {}, final: {} };
+  let compared = { runs: [], differs: {}, final: {}, missing: [] };
   const sources = new Map(); // curves by run
   const hidden = new Set();
 
@@ -66,13 +66,23 @@ export async function open({ main, query, signal }) {
     charts.toolbar.hidden = !runs.length;
     picker.element.hidden = ids.length >= MOST;
   };
+  const leaveOut = (gone) => {
+    ids = ids.filter((id) => !gone.includes(id));
+    keep({ runs: ids.join(",") });
+  };
   const readTables = async () => {
     try {
-      const nothing = { runs: [], differs: {}, final: {} };
+      const nothing = { runs: [], differs: {}, final: {}, missing: [] };
       compared = ids.length ? await get("compare", { runs: ids.join(",") }, signal) : nothing;
     } catch (error) {
       showError(error);
+      if (error.status === 404) leaveOut(ids);
       return;
+    }
+    if (compared.missing.length) {
+      const those = compared.missing.length === 1 ? "A run" : `${compared.missing.length} runs`;
+      showError(new Error(`${those} of this comparison no longer exist${compared.missing.length === 1 ? "s" : ""}`));
+      leaveOut(compared.missing);
     }
     for (const { id } of compared.runs) if (!sources.has(id)) sources.set(id, new Curves(id));
     draw();

@@ -4,12 +4,17 @@ import { login } from "./api.js";
 import { commandBox } from "./dialogs.js";
 import { h, replace } from "./dom.js";
 
+const tokenInAddress = () => new URLSearchParams(location.hash.slice(1)).get("token");
+
+/** Whether the address is a link that logs in. */
+export const hasToken = () => Boolean(tokenInAddress());
+
 /**
  * Takes a token from the address, logs in with it, and removes it from the address and the history.
  * @returns {Promise<void>}
  */
 export async function loginFromAddress() {
-  const token = new URLSearchParams(location.hash.slice(1)).get("token");
+  const token = tokenInAddress();
   if (!token) return;
   history.replaceState(null, "", location.pathname + location.search);
   await login(token);

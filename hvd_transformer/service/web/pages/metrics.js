@@ -38,6 +38,8 @@ const ORDER = [
   "network_received_bytes_per_second",
 ];
 const MORE_IS_BETTER = /(^|_)(bleu|chrf|accuracy|f1|precision|recall|mcc|mfu|tokens_per_second|samples_per_second)$/;
+// Of an evaluation: as in config/best_metric.py, for the metrics of own tasks too.
+const LESS_IS_BETTER = /^(loss|perplexity|.*_loss)$/;
 const NO_CURVE = new Set(["step", "epoch", "samples", "tokens", "seconds", "time"]);
 
 /**
@@ -95,7 +97,9 @@ function splitOf(key) {
 export function best(key, values) {
   const known = values.filter((value) => typeof value === "number" && Number.isFinite(value));
   if (known.length < 2 || /(^|_)(lr|loss_scale|grad_norm)$|^(slow|host_|network_)/.test(key)) return new Set();
-  const wanted = MORE_IS_BETTER.test(key) ? Math.max(...known) : Math.min(...known);
+  const evaluated = /^(?:valid|test)_(.*)$/.exec(key);
+  const more = evaluated ? !LESS_IS_BETTER.test(evaluated[1]) : MORE_IS_BETTER.test(key);
+  const wanted = more ? Math.max(...known) : Math.min(...known);
   if (known.every((value) => value === wanted)) return new Set();
   return new Set(values.flatMap((value, index) => (value === wanted ? [index] : [])));
 }

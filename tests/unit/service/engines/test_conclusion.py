@@ -7,11 +7,13 @@ from engine_jobs import job
 
 from hvd_transformer.service.engines.backend import Ended, Sighting
 from hvd_transformer.service.engines.conclusion import conclude
-from hvd_transformer.service.jobs import Cause, State
+from hvd_transformer.service.jobs import Cause, Engine, State
 from hvd_transformer.service.outcome import Exit, outcome
 
 FAILED = Exit(1, "rank 1 on host h2 failed first, with exit code 1", 5)
 STOPPED = Exit(1, "it was asked to stop", 5)
+SIGNALLED = Exit(1, "it was asked to stop", 5, stopped="SIGTERM")  # by its script
+BY_REQUEST = Exit(1, "it was asked to stop", 5, stopped="request")
 DONE = Exit(0, "", 9)
 
 
@@ -24,6 +26,9 @@ DONE = Exit(0, "", 9)
         (Ended.TIME_LIMIT, None, DONE, State.SUCCEEDED, 0, ""),
         (Ended.EXITED, 1, FAILED, State.FAILED, 0, "rank 1 on host h2 failed first, with exit code 1"),
         (Ended.EXITED, 2, Exit(2, "lr: must be above 0"), State.FAILED, 0, "lr: must be above 0"),
+        (Ended.EXITED, 1, SIGNALLED, State.FAILED, 0, "command not found"),  # its script has given up, and has said why
+        (Ended.EXITED, 75, SIGNALLED, State.QUEUED, 0, "words: saved before its time limit"),
+        (Ended.EXITED, 1, BY_REQUEST, State.CANCELLED, 0, "stopped with hvd-transformer stop"),
         (Ended.EXITED, 127, None, State.FAILED, 0, "words: command not found"),
         (Ended.EXITED, 75, Exit(75, "rank 1 stalled", 5), State.QUEUED, 1, "retry 1 of 3: rank 1 stalled"),
         (Ended.EXITED, 75, STOPPED, State.QUEUED, 0, "words: saved before its time limit"),
@@ -70,3 +75,10 @@ def test_a_job_that_was_cancelled_is_cancelled_however_it_ended(tmp_path: Path) 
     for ended in Ended:
         exit, _ = conclude(of, Sighting("1", "words", ended=ended, code=1), STOPPED, "")
         assert outcome(of, exit).state is State.CANCELLED
+
+
+def test_a_launcher_that_kubernetes_ends_is_started_again(tmp_path: Path) -> None:
+    """As where its node is drained."""
+    of = job(tmp_path, engine=Engine.KUBERNETES)
+    exit, _ = conclude(of, Sighting("1", "words", ended=Ended.EXITED, code=1), SIGNALLED, "")
+    assert outcome(of, exit).state is State.QUEUED

@@ -2,9 +2,11 @@
 
 import json
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ class FakeScheduler:
         self.attempts: dict[str, Sighting] = {}
         self.submitted: list[Submission] = []
         self.stopped: list[tuple[str, bool]] = []
+        self.cleaned: list[str] = []
         self.looks = 0
         self.fault: Exception | None = None
         self.faulty: set[int] = set()  # the only jobs that have it, if there are any
@@ -65,6 +68,9 @@ class FakeScheduler:
 
     def stop(self, sightings: Sequence[Sighting], now: bool) -> None:
         self.stopped += [(found.external, now) for found in sightings]
+
+    def clean(self, claim: str) -> None:
+        self.cleaned.append(claim)
 
     def see(self, external: str, words: str = "", **fields: Any) -> None:
         (name,) = (name for name, found in self.attempts.items() if found.external == external)
@@ -546,3 +552,53 @@ def test_the_thread_follows_jobs_by_itself_and_rests_without(service: Service) -
     service.jobs.close()
     service.restart()
     assert service.job(number).state is State.STARTING
+
+
+def test_the_ids_of_jobs_that_were_handed_over_are_not_used_again(service: Service) -> None:
+    """An older database is put back, while the scheduler still has the jobs that it does not know."""
+    backup = service.folder / "backup.db"
+    with closing(sqlite3.connect(service.folder / "service.db")) as database:
+        database.execute("VACUUM INTO ?", (str(backup),))
+    number = service.add()
+    service.jobs.look()
+    service.store.close()
+    for file in service.folder.glob("service.db*"):
+        file.unlink()
+    backup.rename(service.folder / "service.db")
+    service.restart()
+    service.store.skip_used_ids(service.folder / "jobs")
+    assert service.add() > number
+    service.jobs.look()
+    assert len(service.scheduler.submitted) == 2
+
+
+def test_a_run_directory_that_does_not_answer_at_the_end_of_its_job_stops_no_others(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(not_now, "_ANSWER_SECONDS", 0.2)
+    away, other = service.add(), service.add()
+    service.jobs.look()
+    os.mkfifo(Path(service.job(away).output_dir) / ".attempts" / "1.exit")  # who opens it waits for a writer
+    service.scheduler.see("1", "job 1: COMPLETED", ended=Ended.EXITED, code=0)
+    service.scheduler.see("2", "job 2: COMPLETED", ended=Ended.EXITED, code=0)
+    service.tell(other)
+    service.jobs.look()
+    assert service.job(other).state is State.SUCCEEDED
+    assert service.job(away).state is State.STARTING and "does not answer" in service.job(away).reason
+    file = Path(service.job(away).output_dir) / ".attempts" / "1.exit"
+    with file.open("w"):  # now it answers
+        pass
+    file.unlink()
+    service.tell(away)
+    time.sleep(0.5)
+    service.jobs.look()
+    assert service.job(away).state is State.SUCCEEDED
+
+
+def test_a_job_that_was_never_submitted_is_cancelled_while_the_scheduler_takes_none(service: Service) -> None:
+    first, second = service.add(), service.add()
+    service.cancel(second)
+    service.scheduler.submit = lambda attempt: (_ for _ in ()).throw(EngineFault("sbatch: timed out"))  # type: ignore
+    service.jobs.look()
+    assert service.job(second).state is State.CANCELLED
+    assert "timed out" in service.job(first).reason

@@ -17,7 +17,7 @@ from job_files import written
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.actions import Actions
-from hvd_transformer.service.engines.backend import Ended, EngineFault
+from hvd_transformer.service.engines.backend import Ended, EngineFault, OverLimit
 from hvd_transformer.service.engines.commands import CommandFailed, Commands
 from hvd_transformer.service.engines.external_jobs import ExternalJobs
 from hvd_transformer.service.engines.kubernetes import Kubernetes
@@ -26,6 +26,7 @@ from hvd_transformer.service.storage.store import Store
 from hvd_transformer.service.submitting.checker import Checker
 from hvd_transformer.service.submitting.request import Request
 
+LABELS = {"hvd-transformer/service": "abc"}
 KUBECTL = """
 import json, os, re, sys
 from pathlib import Path
@@ -45,18 +46,25 @@ def file(kind, name):
 if action == "apply":
     assert options == {"--filename": "-", "--output": "json"}, options
     items = json.load(sys.stdin)["items"]
+    quota = FOLDER / "quota"
     for item in items:
         name = item["metadata"]["name"]
         assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name), name
         path = file(item["kind"], name)
         item["metadata"]["uid"] = f"uid of {name}"
+        if not path.exists() and item["kind"] == "MPIJob" and quota.exists():
+            sys.exit(quota.read_text())
         if not path.exists():
             path.write_text(json.dumps(item))
     print(json.dumps({"items": items}))
 elif action == "get":
-    key, _, value = options["--selector"].partition("=")
-    items = [json.loads(path.read_text()) for path in sorted(FOLDER.glob(f"{KINDS[names[0]]}-*.json"))]
-    print(json.dumps({"items": [item for item in items if item["metadata"]["labels"].get(key) == value]}))
+    assert options == {"--ignore-not-found": "", "--output": "json"}, options
+    paths = [path for name in names[1:] if (path := file(KINDS[names[0]], name)).exists()]
+    items = [json.loads(path.read_text()) for path in paths]
+    if len(names) == 2:  # not a list
+        items and print(json.dumps(items[0]))
+    else:
+        print(json.dumps({"kind": "List", "items": items}))
 elif action == "patch":
     path = file(KINDS[names[0]], names[1])
     item = json.loads(path.read_text())
@@ -65,7 +73,10 @@ elif action == "patch":
 elif action == "delete":
     with (FOLDER / "deleted").open("a") as log:
         log.write(" ".join(sys.argv[2:]) + "\\n")
-    if names[0] != "pods":
+    if names[0] == "secret":
+        for name in names[1:]:
+            file("Secret", name).unlink(missing_ok=True)
+    elif names[0] != "pods":
         for name in names[1:]:
             path = file(KINDS[names[0]], name)
             item = json.loads(path.read_text())
@@ -181,6 +192,7 @@ def test_a_job_becomes_an_mpijob_and_is_followed(service: Service, cluster: Clus
     assert service.job(1).state is State.RUNNING
     cluster.set(f"{claim}-1", ("Created", "", ""), ("Succeeded", "MPIJobSucceeded", "done"))
     assert service.job(1).state is State.SUCCEEDED
+    assert cluster.objects("Secret") == []
     assert "hidden" not in "".join(path.read_text(errors="replace") for path in tmp_path.glob("service.db*"))
 
 
@@ -246,12 +258,38 @@ def test_an_mpijob_that_is_there_already_stays_as_it_is(cluster: Cluster, tmp_pa
     assert Kubernetes(Commands(), "another").look({"hvd-abc-7-1": None}) == {}
 
 
+def test_jobs_that_have_ended_are_not_looked_at(tmp_path: Path) -> None:
+    """The cluster keeps them for days."""
+    commands = FakeCommands({"kubectl": ""})
+    assert Kubernetes(commands, "abc").look({f"x-{number}": None for number in range(300)}) == {}
+    asked = [word for call in commands.called for word in call if word.startswith("x-")]
+    assert (asked, len(commands.called)) == ([f"x-{number}" for number in range(300)], 2)
+
+
+def test_the_values_of_a_job_that_the_cluster_does_not_take_are_removed(
+    service: Service, cluster: Cluster, tmp_path: Path
+) -> None:
+    """A full quota is waited for."""
+    (tmp_path / "secrets").touch(mode=0o600)
+    (tmp_path / "secrets").write_text("TOKEN=hidden\n")
+    cluster.folder.mkdir()
+    quota = cluster.folder / "quota"
+    quota.write_text("Error from server (Forbidden): exceeded quota: team, requested: count/mpijobs=1")
+    service.submit(env_names=["TOKEN"], env_file="secrets")
+    assert service.job(1).state is State.STARTING
+    assert "exceeded quota" in service.job(1).reason
+    quota.write_text("Error from server (Forbidden): mpijobs are forbidden")
+    assert service.job(1).state is State.FAILED
+    assert cluster.objects("Secret") == []
+
+
 @pytest.mark.parametrize(
     ("message", "kind"),
     [
         ("The connection to the server 127.0.0.1:6443 was refused - did you specify the right host?", EngineFault),
         ('error: the server doesn\'t have a resource type "mpijobs"', UserError),
         ("Error from server (Forbidden): mpijobs.kubeflow.org is forbidden", UserError),
+        ('Error from server (Forbidden): persistentvolumeclaims "x" is forbidden: exceeded quota: team', OverLimit),
     ],
 )
 def test_what_kubectl_refuses_for_good_and_for_now(tmp_path: Path, message: str, kind: type[Exception]) -> None:
@@ -275,13 +313,13 @@ def test_what_kubectl_refuses_for_good_and_for_now(tmp_path: Path, message: str,
 def test_every_condition(conditions: list[str], ended: Ended | None, runs: bool) -> None:
     status = {"conditions": [{"type": kind, "status": "True"} for kind in conditions]}
     status["conditions"].append({"type": "Failed" if ended is None else "Running", "status": "False"})
-    items = {"items": [{"metadata": {"name": "x"}, "status": status}]}
+    items = {"items": [{"metadata": {"name": "x", "labels": LABELS}, "status": status}]}
     found = Kubernetes(FakeCommands({"kubectl": json.dumps(items)}), "abc").look({"x": None})["x"]
     assert (found.ended, found.runs) == (ended, runs)
 
 
 def test_the_deadline_of_an_mpijob() -> None:
     condition = {"type": "Failed", "status": "True", "reason": "DeadlineExceeded", "message": "too long"}
-    items = {"items": [{"metadata": {"name": "x"}, "status": {"conditions": [condition]}}]}
+    items = {"items": [{"metadata": {"name": "x", "labels": LABELS}, "status": {"conditions": [condition]}}]}
     found = Kubernetes(FakeCommands({"kubectl": json.dumps(items)}), "abc").look({"x": "x"})["x"]
     assert found.ended is Ended.TIME_LIMIT

@@ -188,3 +188,9 @@ def test_stop_signals_what_runs_and_ends_what_waits() -> None:
     commands.called.clear()
     Slurm(commands).stop([waits, runs], now=True)
     assert commands.called == [("scancel", "--quiet", "5", "4")]
+
+
+def test_slurm_replaces_nothing_in_the_path_of_the_output(tmp_path: Path) -> None:
+    commands = FakeCommands({"sbatch": "17"})
+    Slurm(commands).submit(submission(job(tmp_path, output_dir="/runs/warm%up"), ""))
+    assert "--output=/runs/warm%%up/.attempts/1.out" in commands.called[0]

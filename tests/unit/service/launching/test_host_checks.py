@@ -152,13 +152,27 @@ def test_a_busy_host_is_not_down_unless_an_attempt_says_so(stand: Stand) -> None
         stand.until(lambda: checks.down() == {"refused.invalid": WHY})
 
 
-def test_the_gpus_that_the_service_gives_must_be_there(stand: Stand, ssh_log: Path) -> None:
+@pytest.fixture
+def two_gpus(ssh_log: Path) -> None:
+    """On each host."""
     smi = ssh_log.parent / "bin" / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'a GPU, 80, 79'\necho 'another one, 80, 78'\n")
     smi.chmod(0o755)
+
+
+def test_the_gpus_that_the_service_gives_must_be_there(stand: Stand, two_gpus: None) -> None:
     with examined(stand, Host("one.invalid", 2, (0, 1)), Host("two.invalid", 3, (0, 1, 2))) as checks:
         why = "GPUs 0, 1, 2 are to be used, but it has only 2 of them; check `nvidia-smi` there, or name other GPUs"
         assert checks.down() == {"two.invalid": why}
+
+
+def test_gpus_that_the_service_does_not_give_are_named(stand: Stand, two_gpus: None) -> None:
+    with examined(stand, Host("one.invalid", 2)) as checks:
+        assert checks.down() == {}
+        assert checks.states()["one.invalid"].findings == [
+            "its GPUs are not assigned to jobs: jobs that share the host use the same ones; list them: "
+            "`hvd-transformer hosts add one.invalid:2 --gpus one.invalid=0,1`"
+        ]
 
 
 def test_without_ssh_no_host_can_be_used(stand: Stand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -32,6 +32,14 @@ def test_reads_what_hvd_train_writes(tmp_path: Path) -> None:
         "just text",
         "a: [",
         "x: " + "y" * 1_000_000,
+        "a: &a !!pairs [k: x]\n"
+        + "".join(
+            f"{chr(98 + n)}: &{chr(98 + n)} !!pairs [{', '.join([f'k: *{chr(97 + n)}'] * 9)}]\n" for n in range(8)
+        ),
+        "x: &a !!pairs [k: *a]",
+        "x: !!bool maybe",
+        "x: !!timestamp y",
+        'x: !!int ""',
     ],
 )
 def test_hostile_configurations_are_empty(tmp_path: Path, text: str) -> None:

@@ -1,6 +1,7 @@
 """The table of runs, one run, its curves and its logs, over HTTP."""
 
 import gzip
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -195,7 +196,7 @@ def test_values_that_json_has_not_are_null(service: Running, token: str) -> None
 
 @pytest.mark.parametrize(
     "query",
-    ["width=0", "width=4001", "x=time", "from=NaN", "to=inf", "first=1", "keys=" + ",".join(map(str, range(51)))],
+    ["width=0", "width=4001", "x=time", "from=NaN", "to=inf", "first=1", "keys=" + ",".join(map(str, range(201)))],
 )
 def test_wrong_ranges_are_refused(service: Running, token: str, query: str) -> None:
     run = service.make_run("curve")
@@ -242,8 +243,30 @@ def test_runs_side_by_side(service: Running, token: str) -> None:
     job = service.submit(token, words=["optimizer.lr=0.3"])
     waiting = get(service, f"/api/v1/compare?runs={first},{job['run']}", token)
     assert waiting["differs"]["optimizer.lr"] == [0.1, "0.3"]
-    for runs, status in (("", 422), (",".join(f"{n:012x}" for n in range(21)), 422), (f"{first},{'0' * 12}", 404)):
+    gone = get(service, f"/api/v1/compare?runs={'0' * 12},{first},x", token)
+    assert ([row["id"] for row in gone["runs"]], gone["missing"]) == ([first], ["0" * 12, "x"])
+    for runs, status in (("", 422), (",".join(f"{n:012x}" for n in range(21)), 422), ("0" * 12, 404)):
         assert service.request("GET", f"/api/v1/compare?runs={runs}", token=token).status == status
+
+
+def test_a_run_directory_with_anything_in_it_is_shown(service: Running, token: str) -> None:
+    """Its files may be another program's."""
+    runs = [service.make_run(f"odd-{number}", {"task": task}, [{"step": 1}]) for number, task in enumerate([3, ["a"]])]
+    summary = {"status": "finished", "valid_\ud800": 1.0}
+    (service.folder / "runs" / "odd-0" / "summary.json").write_text(json.dumps(summary))
+    (service.folder / "runs" / "odd-1" / "summary.json").write_text('{"a": ' + "[" * 600 + "]" * 600 + "}")
+    service.runs.refresh()
+    rows = {row["id"]: row for row in get(service, RUNS, token)["items"]}
+    assert [rows[run]["task"] for run in runs] == [None, None]
+
+
+def test_all_metrics_that_a_run_may_have_are_read_at_once(service: Running, token: str) -> None:
+    keys = [f"valid_a_source_with_quite_a_long_name_{number}_loss" for number in range(200)]
+    run = service.make_run("many", {}, [{"step": 1, **dict.fromkeys(keys, 1.0)}])
+    found = get(service, f"{RUNS}/{run}/metrics?keys={','.join(keys)}", token)["keys"]
+    assert found.keys() == set(keys)
+    more = service.request("GET", f"{RUNS}/{run}/metrics?keys={','.join([*keys, 'x'])}", token=token)
+    assert "201 are too many" in more.error
 
 
 def test_curves_are_packed_for_who_takes_that(service: Running, token: str) -> None:
