@@ -47,7 +47,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._begun = False  # a checkpoint, by all ranks, since the last wait
         self._pending: _Pending | None = None  # what this rank writes
-        self.unsaved: int | None = None  # on rank 0, the step of the last checkpoint, if it could not be written
+        self.unsaved: set[int] = set()  # on rank 0, the steps whose checkpoints could not be written
 
     def begin(self, step: int) -> Begun | None:
         """Create the staging folder, after the previous write: at most one snapshot is in memory. Collective.
@@ -82,6 +82,11 @@ class Saver:
             self._begun = False
             rounds = Rounds(self.world, waits=self._waits_for_others)
             rounds.run(lambda advance: self._follow(advance, rounds))
+            self._settle()
+
+    def poll(self) -> None:
+        """Tell if this rank's last write has ended and failed; waits for nothing."""
+        if self._pending is not None and self._pending.written.done():
             self._settle()
 
     def end(self) -> None:
@@ -122,10 +127,10 @@ class Saver:
         except OSError as error:
             self._failed(step, error)
         else:
-            self.unsaved = None
+            self.unsaved.discard(step)
 
     def _failed(self, step: int, error: OSError) -> None:
-        self.unsaved = step
+        self.unsaved.add(step)
         self.warn(
             f"the checkpoint of step {step} could not be written to {self.store.folder}: {error}; "
             "training continues, and earlier checkpoints are kept"

@@ -81,6 +81,7 @@ class Session:
         self.trackers = trackers
         trackers.follow(run.path, self.config, trainer.state.step)
         self.saved_step = saved_step
+        self.bests = [(trainer.state.best, trainer.state.best_step)]  # each better than the one before
         self.saved_at = time.monotonic()
         self.valid: dict[str, float] | None = None
         self.evaluation_seconds = math.inf  # of the last one, on the slowest rank
@@ -221,7 +222,7 @@ class Session:
         for pause in _PAUSES:
             self.heartbeat.enter_phase("end")
             self.saver.wait()
-            if not self.world.broadcast_object(self.saver.unsaved == state.step):
+            if not self.world.broadcast_object(state.step in self.saver.unsaved):
                 return True
             time.sleep(pause)
             self.saved_step = None
@@ -332,13 +333,17 @@ class Session:
         # Whatever the last batch was: weights that give no loss are not saved.
         finite_loss = math.isfinite(self.valid.get("loss", 0.0))
         self.trainer.steps_without_loss = 0 if finite_loss else max(1, self.trainer.steps_without_loss)
-        told = torch.tensor([bool(stop), time.perf_counter() - began], dtype=torch.float64)
-        stopped, self.evaluation_seconds = self.world.all_reduce_(told, "evaluation.end", "max").tolist()
+        told = torch.tensor([bool(stop), time.perf_counter() - began, self._lost_bests()], dtype=torch.float64)
+        stopped, self.evaluation_seconds, lost = self.world.all_reduce_(told, "evaluation.end", "max").tolist()
+        if lost:  # what is the best of those that exist?
+            del self.bests[-int(lost) :]
+            state.best, state.best_step = self.bests[-1]
         value = chosen(self.valid, self.config.training.best_metric)
         best = is_better(value, state.best)
         state.not_better = 0 if best else state.not_better + 1
         if best:
             state.best, state.best_step = value, state.step
+            self.bests.append((value, state.step))
         mark = "best so far" if best else f"best: {'none' if state.best is None else f'step {state.best_step}'}"
         self.progress.message(f"step {state.step}: {show_metrics('valid', of_split('valid', self.valid))} ({mark})")
         log.info("step %d: valid %s, %.1f s", state.step, self.valid, seconds)
@@ -355,6 +360,13 @@ class Session:
                 self.valid
             )  # before it is saved: the next start shall not resume from weights that are NaN
         return best and self.config.checkpoint.keep_best, bool(stopped)
+
+    def _lost_bests(self) -> int:
+        """On rank 0: of how many of the best evaluations the weights could not be saved, from the last one on."""
+        if not self.config.checkpoint.keep_best:
+            return 0
+        self.saver.poll()
+        return sum(1 for _ in takewhile(lambda best: best[1] in self.saver.unsaved, reversed(self.bests)))
 
     def _text_samples(self) -> Sequence[Mapping[str, str]]:
         """Text samples of the model as it is now. Collective."""

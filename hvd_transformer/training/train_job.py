@@ -146,7 +146,7 @@ def _train(
     if status == "stopped":  # said first: a launcher may not wait for what follows
         saved = (
             "this step could not be saved: the same command resumes from the checkpoint before it"
-            if session.saver.unsaved == state.step or session.saved_step != state.step
+            if state.step in session.saver.unsaved or session.saved_step != state.step
             else "everything is saved: the same command resumes from here"
         )
         progress.message(

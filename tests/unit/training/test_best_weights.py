@@ -103,11 +103,35 @@ def test_without_keep_best_the_last_weights_are_not_called_the_best(train: Train
     assert "done: valid loss 3.0000, perplexity 1.00 (last, at step 6; best: step 2); test loss 3.1000" in text
 
 
-def test_an_earlier_best_does_not_stand_in_for_one_that_was_not_saved(train: Train, evaluations, full_at) -> None:
-    splits = evaluations([2.0, 1.0, 3.0, 3.1])
+@pytest.mark.parametrize(("last", "best"), [(1.6, 6), (3.0, 2)])
+def test_a_best_that_was_not_saved_is_none(
+    last: float, best: int, train: Train, evaluations, full_at, tmp_path: Path
+) -> None:
+    """Later evaluations are compared with the best weights that exist."""
+    values = {2: 2.0, 6: last}
+    evaluations([2.0, 1.0, last, *([values[best]] * (best != 6)), 3.1])
     full_at(4)
+    summary, text = train("checkpoint.every_steps=5")
+    assert text.count("the checkpoint of step 4 could not be written") == 1
+    assert (tmp_path / "run" / "checkpoints" / "best").resolve().name == f"step-0000000{best}"
+    assert (summary["best_step"], summary["best_value"], summary["valid_loss"]) == (best, values[best], values[best])
+    assert f"(best, at step {best})" in text
+
+
+def test_the_first_best_that_was_not_saved_is_none(train: Train, evaluations, full_at) -> None:
+    evaluations([1.0, math.nan, 3.0, 3.1])
+    full_at(2)
+    summary, _ = train()
+    assert (summary["best_step"], summary["valid_loss"]) == (6, 3.0)
+
+
+def test_if_the_best_checkpoint_is_gone_the_last_weights_are_tested(
+    train: Train, evaluations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splits = evaluations([2.0, 1.0, 3.0, 3.1])
+    monkeypatch.setattr(CheckpointStore, "whole", lambda store, step, verify: None)
     summary, text = train()
-    assert splits == ["valid", "valid", "valid", "test"]  # not once more with the weights of step 2
+    assert splits == ["valid", "valid", "valid", "test"]  # not once more with the weights of step 4
     assert (summary["best_step"], summary["valid_loss"]) == (4, 3.0)
     assert "the best checkpoint, of step 4, is not there or damaged; the last weights are tested instead" in text
     assert "(last, at step 6; best: step 4)" in text
