@@ -343,6 +343,13 @@ def test_resume_never_keeps_the_earlier_run(run):
     assert "checkpoint.resume=never: run has checkpoints" in line
 
 
+def test_launch_refuses_it_before_it_starts_a_rank_which_a_restart_would_let_resume(run):
+    words = ["data.source=text", "output_dir=run", *SMALL, "checkpoint.resume=never"]
+    done = command("hvd-transformer", "launch", "-np", "2", "--dry-run", "--", *words, folder=run)
+    assert done.returncode == 2
+    assert done.stderr.startswith("hvd-transformer: checkpoint.resume=never: run has checkpoints, which a new run")
+
+
 def test_a_run_whose_text_is_gone_or_another(run):
     words = ["data.source=text", "output_dir=run", *SMALL, "training.max_steps=6"]
     (run / "text/train.txt").write_text(TEXT.upper())

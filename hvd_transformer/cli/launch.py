@@ -205,6 +205,7 @@ def _run(
     exit_file: ExitFile,
 ) -> None:
     """Check what can be checked from here, then run the job and exit with its code, unless this is a dry run."""
+    from hvd_transformer.config.schema import check_new_run
     from hvd_transformer.launch.connection.connections import HostConnections
     from hvd_transformer.launch.detach import is_detached
     from hvd_transformer.launch.doctor.examine import Admission
@@ -218,6 +219,8 @@ def _run(
     from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
     from hvd_transformer.reporting.progress import SCREEN
 
+    if worker.run is not None:  # a restart may resume: from checkpoints of this job alone
+        check_new_run(worker.config.checkpoint.resume, worker.run)
     values = secret_values(os.environ, chosen.named)
     check_devices(horovodrun.hosts, worker.config, os.environ)
     horovodrun.check_path()

@@ -4,6 +4,7 @@ The keys of each section are in a file of `config.sections`. The schema is the s
 `config.yaml`, and the rules for what may change when a run resumes.
 """
 
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic.fields import FieldInfo
@@ -17,6 +18,7 @@ from hvd_transformer.config.sections.optimizer import OptimizerConfig
 from hvd_transformer.config.sections.parallel import ParallelConfig
 from hvd_transformer.config.sections.training import TrainingConfig
 from hvd_transformer.config.sections.translation import TranslationConfig
+from hvd_transformer.errors import UserError
 
 __all__ = [
     "KEYS",
@@ -100,6 +102,15 @@ def field(key: str) -> FieldInfo:
 def may_change(key: str) -> bool:
     """Tell whether a run may resume from a checkpoint that has another value for this dotted key."""
     return bool(_extra(key)["may_change"])
+
+
+def check_new_run(resume: object, run: Path) -> None:
+    """Raise `UserError` if `checkpoint.resume` wants a new run, and the folder `run` has the checkpoints of another."""
+    if resume == "never" and any(run.glob("checkpoints/step-*")):
+        raise UserError(
+            f"checkpoint.resume=never: {run} has checkpoints, which a new run would overwrite; choose another "
+            "output_dir, or checkpoint.resume=auto to resume"
+        )
 
 
 def may_be_none(key: str) -> bool:

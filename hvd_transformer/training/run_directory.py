@@ -18,7 +18,7 @@ from hvd_transformer.checkpoint import manifest
 from hvd_transformer.checkpoint.manifest import Verify
 from hvd_transformer.checkpoint.store import CheckpointStore, read_state, resolve
 from hvd_transformer.config import Config, dump
-from hvd_transformer.config.schema import flatten, may_change
+from hvd_transformer.config.schema import check_new_run, flatten, may_change
 from hvd_transformer.errors import UserError
 from hvd_transformer.folder_lock import FolderLock
 from hvd_transformer.own_folder import make_own_folder
@@ -47,11 +47,7 @@ class RunDirectory:
         self._check_folder()
         try:
             self._take(warn)
-            if config.checkpoint.resume == "never" and self.store.steps():
-                raise UserError(
-                    f"checkpoint.resume=never: {self.path} has checkpoints, which a new run would overwrite; "
-                    "choose another output_dir, or checkpoint.resume=auto to resume"
-                )
+            check_new_run(config.checkpoint.resume, self.path)
             checkpoint = self.store.newest_whole(warn, verify)
             if checkpoint is None and config.checkpoint.resume not in ("auto", "never"):
                 checkpoint = resolve(Path(config.checkpoint.resume).expanduser(), verify)

@@ -6,9 +6,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from hvd_transformer.config.schema import check_new_run
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.jobs import ID, Job
-from hvd_transformer.service.submitting.checker import Checked, CheckedJob
+from hvd_transformer.service.submitting.checker import Checked
 
 
 class Jobs(Protocol):
@@ -29,7 +30,7 @@ def output_dirs(checked: Checked, name: str, runs: Path, is_array: bool, jobs: J
     for number, job in enumerate(checked.jobs, start=1):
         folder = unchosen if job.output_dir is None else _chosen(job.output_dir, runs)
         folder = folder / str(number) if is_array else folder
-        _check_resume(job, folder)
+        check_new_run(job.config["checkpoint.resume"], folder)
         folders.append(str(folder))
     return folders
 
@@ -56,11 +57,3 @@ def _suffix(name: str, runs: Path, jobs: Jobs) -> str:
             if found is not None and int(found[1]) > last:
                 taken.add(found[2] or "")
     return next(suffix for suffix in ("", *(f"-{n}" for n in range(2, len(taken) + 3))) if suffix not in taken)
-
-
-def _check_resume(job: CheckedJob, folder: Path) -> None:
-    if job.config["checkpoint.resume"] == "never" and any(folder.glob("checkpoints/step-*")):
-        raise UserError(
-            f"checkpoint.resume=never: {folder} has checkpoints, which a new run would overwrite; choose another "
-            "output_dir, or checkpoint.resume=auto to resume"
-        )
