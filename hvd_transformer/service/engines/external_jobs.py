@@ -6,6 +6,7 @@ only once the scheduler does not know its name, which no other attempt has, is i
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ LOOK_SECONDS = 5.0  # between two looks at the schedulers
 _LEAST_REST = 1.0  # between them if something has changed meanwhile
 _ACCEPT_AT_ONCE = 200  # jobs, in one transaction
 _SUBMIT_AT_ONCE = 20  # attempts, between two looks
+_WAITED_SECONDS = 60.0  # between two notes of which jobs still wait there
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +75,8 @@ class ExternalJobs:
         self._service = store.service_id()
         stopping = store.jobs([State.STOPPING])  # before this service was started
         self._to_kill = {job.id for job in stopping if job.engine in backends and job.stopping is Cause.KILLED}
-        self._waited: dict[int, float] = {}  # by job: when it was last seen in the scheduler's queue
+        self._waited: dict[int, float] = {}  # by job: when it was submitted, or last seen in the scheduler's queue
+        self._waited_written = -math.inf  # monotonic
         self._options: dict[int, tuple[str, ...]] = {}  # of sbatch, by job that is not submitted yet
         self._folders = SlowFolders()
         self._due, self._closing = threading.Event(), threading.Event()
@@ -130,6 +133,9 @@ class ExternalJobs:
                 self._follow(backend, named)
             except EngineFault as fault:
                 self._tell(dict.fromkeys(named.values(), f"{backend.title}: {fault}"))
+        if time.monotonic() - self._waited_written > _WAITED_SECONDS:
+            self._waited_written = time.monotonic()
+            self._store.set_waited(self._waited)
         return bool(attempts)
 
     def _follow(self, backend: Backend, named: Mapping[str, ExternalAttempt]) -> None:
@@ -158,7 +164,8 @@ class ExternalJobs:
                 stopping.append((attempt, found))
             elif found.runs and attempt.state is State.STARTING:
                 with suppress(UserError):  # it is being cancelled
-                    self._store.begin_external(attempt.job, attempt.number, found.words, time.time())
+                    since = self._waited.get(attempt.job, 0.0)
+                    self._store.begin_external(attempt.job, attempt.number, found.words, since)
             else:
                 words[attempt] = found.words
         self._tell(words)
@@ -224,6 +231,7 @@ class ExternalJobs:
                 break
             else:
                 self._store.set_external(job.id, attempt.number, external)
+                self._waited[job.id] = time.time()
                 self._options.pop(job.id)
             unchecked = 0
         self._tell(words)

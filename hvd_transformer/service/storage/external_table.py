@@ -49,11 +49,22 @@ class ExternalTable(AttemptTable):
             connection.execute(query, (external, job, number))
             self.changed(connection, "job", [job])
 
-    def begin_external(self, job: int, number: int, reason: str, now: float) -> None:
-        """Its ranks are being started: STARTING → RUNNING. The time that it waited there is no running time."""
+    def set_waited(self, jobs: Mapping[int, float]) -> None:
+        """When jobs were last seen to wait for their scheduler: what passes before is no running time."""
+        query = "UPDATE attempts SET began = max(began, ?) WHERE job = ? AND ended IS NULL AND waits"
+        if jobs:
+            with self.database.write(durable=False) as connection:
+                connection.executemany(query, [(seen, job) for job, seen in jobs.items()])
+
+    def begin_external(self, job: int, number: int, reason: str, since: float) -> None:
+        """Its ranks run: STARTING → RUNNING. What passes after `since`, when it was last seen to wait, is running time.
+
+        What passed while no service looked thus is, too.
+        """
         with self.database.write() as connection:
             connection.execute(
-                "UPDATE attempts SET began = ?, waits = 0 WHERE job = ? AND number = ?", (now, job, number)
+                "UPDATE attempts SET began = max(began, ?), waits = 0 WHERE job = ? AND number = ?",
+                (since, job, number),
             )
             self._write(connection, self._known(connection, job), {"state": State.RUNNING, "reason": reason})
 

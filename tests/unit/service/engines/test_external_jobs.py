@@ -15,6 +15,7 @@ from new_jobs import new_job
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.actions import Actions
+from hvd_transformer.service.engines import external_jobs
 from hvd_transformer.service.engines.backend import Ended, EngineFault, OverLimit, Sighting, Submission
 from hvd_transformer.service.engines.commands import Commands
 from hvd_transformer.service.engines.external_jobs import ExternalJobs
@@ -451,6 +452,26 @@ def test_a_job_that_begins_and_ends_unseen_has_run(service: Service, how: str, a
         assert service.scheduler.submitted[-1].seconds == pytest.approx(3600 if away else 7200, abs=60)
 
 
+def test_what_a_job_ran_while_the_service_was_away_is_running_time(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    monkeypatch.setattr(external_jobs.time, "time", lambda: now)
+    monkeypatch.setattr(external_jobs, "_WAITED_SECONDS", 0.0)
+    number = service.add(time_limit=7200.0)
+    service.jobs.look()
+    now += 36_000
+    service.jobs.look()  # it still waits
+    service.restart()
+    now += 600
+    service.scheduler.see("1", "job 1 on h1", runs=True)
+    service.jobs.look()
+    now += 60
+    service.scheduler.see("1", "job 1", ended=Ended.LOST)
+    service.jobs.look()
+    assert [one.seconds for one in service.store.attempts(number)] == [pytest.approx(660, abs=1)]
+
+
 def test_ranks_that_save_get_no_second_signal(service: Service) -> None:
     number = service.add()
     service.jobs.look()
@@ -512,7 +533,9 @@ def test_a_job_that_the_scheduler_has_forgotten_ends_as_its_launcher_told(servic
 def test_the_time_limit_of_all_attempts_is_passed_on(service: Service) -> None:
     number = service.add(time_limit=3600.0)
     service.jobs.look()
-    service.store.begin_external(number, 1, "", time.time() - 600.0)
+    with service.store.database.write() as connection:
+        connection.execute("UPDATE attempts SET began = began - 600")
+    service.store.begin_external(number, 1, "", 0.0)
     service.scheduler.see("1", "preempted", ended=Ended.PREEMPTED)
     service.jobs.look()
     service.jobs.accept([number])
