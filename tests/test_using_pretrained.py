@@ -187,6 +187,26 @@ def test_a_model_of_another_kind_gets_one_line(folder: Path, tmp_path: Path) -> 
     )
 
 
+@pytest.mark.parametrize(
+    ("family", "task", "data", "kind", "known"),
+    [
+        ("vit", "language_model", "text.txt", "causal language model", "llama, qwen3, gpt2, "),
+        ("vit", "classification", "reviews.csv", "classifier", ", bert, roberta, "),
+        ("of tomorrow", "language_model", "text.txt", "causal language model", "llama, qwen3, gpt2, "),
+    ],
+)
+def test_a_family_that_is_not_supported_is_told_those_that_are(
+    folder: Path, tmp_path: Path, family: str, task: str, data: str, kind: str, known: str
+) -> None:
+    other = tmp_path / "other"
+    write_tokenizer(other)
+    (other / "config.json").write_text(json.dumps({"model_type": family}))
+    words = [*words_of(folder, task, "bert", data), f"output_dir={tmp_path / 'run'}", f"model.pretrained={other}"]
+    told = run("hvd-train", *words, code=2)
+    assert f"model_type={family} in its config.json: transformers has no {kind} of this family; " in told
+    assert known in told and len(told.splitlines()) == 1
+
+
 def test_without_transformers_the_way_to_install_it_is_told(folder: Path) -> None:
     program = [sys.executable, "-c", MISSING, *words_of(folder, "classification", "bert", "reviews.csv")]
     done = subprocess.run(program, env=rank_environment(), capture_output=True, text=True, timeout=200)

@@ -3,12 +3,14 @@ names, so that the weights of a checkpoint can be used as those of a folder."""
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hvd_transformer.config.families import read_folder
 from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import from_folder, origin
 from hvd_transformer.models.documents import document_mask, document_places, document_starts
@@ -25,6 +27,7 @@ def load_classifier(folder: Path, labels: Sequence[str], pad: int) -> tuple[nn.M
     Raises `UserError` if the folder holds no such model.
     """
     names = dict(enumerate(labels))
+    _check_family(folder, "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "classifier")
     model, new = _load(
         "AutoModelForSequenceClassification",
         folder,
@@ -44,6 +47,7 @@ def load_classifier(folder: Path, labels: Sequence[str], pad: int) -> tuple[nn.M
 def load_language_model(folder: Path) -> nn.Module:
     """Load a causal language model, in the default dtype. Raises `UserError` if the folder holds none."""
     model: nn.Module
+    _check_family(folder, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal language model")
     model, new = _load("AutoModelForCausalLM", folder)
     if new:
         raise UserError(f"{origin(folder)}: no causal language model: {type(model).__name__} lacks {new[0]}")
@@ -112,6 +116,29 @@ def check_documents(model: nn.Module, folder: Path, length: int) -> None:
     if not is_apart:
         raise UserError(
             f"data.document_mask=true: not with {origin(folder)}; {type(model).__name__} cannot keep documents apart"
+        )
+
+
+# Families that many folders are of, to be named: transformers has hundreds.
+_WELL_KNOWN = (
+    *("llama", "qwen3", "gpt2", "gpt_neox", "mistral", "phi3", "gemma2", "opt"),
+    *("bert", "roberta", "xlm-roberta", "distilbert", "deberta-v2", "electra", "modernbert"),
+)
+
+
+def _check_family(folder: Path, mapping: str, kind: str) -> None:
+    """Raise `UserError`, which names some that are supported, if transformers' `mapping` lacks the folder's family."""
+    family = (read_folder(folder) or {}).get("model_type")
+    if not isinstance(family, str) or find_spec("transformers") is None:  # told when it is read
+        return
+    from transformers.models.auto import modeling_auto
+
+    families = getattr(modeling_auto, mapping)
+    if family not in families:
+        known = [name for name in _WELL_KNOWN if name in families]
+        raise UserError(
+            f"{origin(folder)}: model_type={family} in its config.json: transformers has no {kind} of this family; "
+            f"supported are {', '.join(known)} and {len(families) - len(known)} others"
         )
 
 
