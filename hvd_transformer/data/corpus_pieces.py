@@ -10,6 +10,7 @@ from pathlib import Path
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.build_once import PrepareContext, Stopped
 from hvd_transformer.data.compressed import COMPRESSED
+from hvd_transformer.data.in_thread import computing
 from hvd_transformer.data.parquet import PARQUET, Rows
 from hvd_transformer.data.progress import BEGIN, Place
 from hvd_transformer.data.shards import change, read_pieces
@@ -44,7 +45,10 @@ class CorpusPieces:
         for number, span in enumerate(spans[start.span :], start=start.span):
             self._check_unchanged(span.path)
             first = max(start.position, span.start) if number == start.span else span.start
-            for piece in read_pieces(replace(span, start=first), min(piece_bytes or PIECE_BYTES, PIECE_BYTES)):
+            pieces = read_pieces(replace(span, start=first), min(piece_bytes or PIECE_BYTES, PIECE_BYTES))
+            if first and span.path.suffix in COMPRESSED:  # all that is before is read
+                pieces = self._skipped(pieces)
+            for piece in pieces:
                 if self.context.should_stop():
                     raise Stopped
                 if time.monotonic() - reported > REPORT_SECONDS:
@@ -55,6 +59,12 @@ class CorpusPieces:
                     self.context.report(f"{self.corpus.name}: {phase}, {100 * done / sum(sizes):.0f} %")
                 yield number, piece
             self._check_unchanged(span.path)
+
+    def _skipped(self, pieces: Iterator[Piece | Rows]) -> Iterator[Piece | Rows]:
+        """The same pieces, of which the first one takes long."""
+        if (piece := computing(lambda: next(pieces, None), self.context.should_stop)) is not None:
+            yield piece
+        yield from pieces
 
     @property
     def has_documents(self) -> bool:

@@ -1,7 +1,9 @@
 """The files of a split: one text, or many shards of documents, cut by shares where the files name no splits."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -45,10 +47,17 @@ def has_documents(path: Path) -> bool:
 def find_shards(paths: Iterable[Path], origin: str) -> Files:
     """Files of text or documents among the paths, by name. Raises `UserError` if they have several endings:
     the same documents may be there twice."""
-    files = sorted(path for path in paths if ending(path) and not path.name.startswith(".") and path.is_file())
+    files = sorted(path for path in paths if ending(path) and not path.name.startswith(".") and is_there(path))
     if len(found := sorted({ending(path) for path in files})) > 1:
         raise UserError(f"{origin}: files that end in {' and in '.join(found)}; give one kind, such as '*{found[0]}'")
     return tuple(files)
+
+
+def is_there(path: Path) -> bool:
+    """Whether the path is a file. Raises `UserError` for a link whose target is away: training would go on with less."""
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"{path}: a link to {path.readlink()}, which is not there")
+    return path.is_file()
 
 
 def read_pieces(span: TextSpan, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece | Rows]:
@@ -82,7 +91,8 @@ def cut_splits(splits: dict[str, TextSplit], context: PrepareContext) -> dict[st
         raise UserError(f"{spans[0].path}{others}: no {kind} in {'them' if others else 'it'}")
 
     def place(share: float) -> tuple[int, int]:
-        """The number of the span where this share of all ends, and the position in it."""
+        """The number of the span where this share of all ends, and the position in it: compressed files are read up to
+        there."""
         target = round(share * sum(lengths))
         number = next((number for number, end in enumerate(accumulate(lengths)) if target < end), len(spans) - 1)
         position, path = target - sum(lengths[:number]), spans[number].path
@@ -90,10 +100,13 @@ def cut_splits(splits: dict[str, TextSplit], context: PrepareContext) -> dict[st
             position = line_boundary(path, position)
         return (number, position) if position < lengths[number] else (number + 1, 0)
 
+    shares = dict.fromkeys(share for split in splits.values() for share in split.share or ())
+    places = computing(lambda: {share: place(share) for share in shares}, context.should_stop)
+
     def cut(name: str, split: TextSplit) -> tuple[TextSpan, ...]:
         if split.share is None:
             return split.spans
-        (first, start), (last, end) = map(place, split.share)
+        (first, start), (last, end) = (places[share] for share in split.share)
         whole = [replace(span, end=length) for span, length in zip(spans, lengths, strict=True)][first:]
         found = [*whole[: last - first], *(replace(span, end=end) for span in whole[last - first :][:1])]
         found[:1] = [replace(span, start=start) for span in found[:1]]
@@ -113,17 +126,22 @@ def _length(span: TextSpan) -> int:
 
 
 def _in_threads(function: Callable[[TextSpan], int], spans: Sequence[TextSpan], context: PrepareContext) -> list[int]:
-    """Libraries decompress without Python's lock."""
-    return computing(lambda: list(context.thread_map(function, spans)), context.should_stop)
+    """Libraries decompress without Python's lock. The workers of `mpirun` may be on hosts that do not have the files."""
+
+    def work() -> list[int]:
+        if in_threads := getattr(context.map, "in_threads", None):
+            return list(in_threads(function, spans))
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+            return list(threads.map(function, spans))
+
+    return computing(work, context.should_stop)
 
 
 def check_shards(settings: dict[str, Any], prepared: Path) -> None:
     """Raise `UserError` if a file of an earlier preparation of the same source, finished or not, vanished or changed:
     training would go on with other data. Added files are no error."""
-    corpus = settings["corpus"]
-    if "train" not in corpus.get("splits", ()) or "shards" not in corpus:  # to be evaluated, or a single file
-        return
-    folders = {Path(path).parent for path, *_ in corpus["shards"]}
+    current = _files_of(settings["corpus"])
+    folders = {Path(path).parent for path, *_ in current}
     earlier = dict[Path, list[Any]]()
     for index in sorted([*prepared.glob("*/index.json"), *prepared.glob(f".*.tmp/{PROGRESS}")]):
         try:
@@ -133,13 +151,33 @@ def check_shards(settings: dict[str, Any], prepared: Path) -> None:
             continue
         if found is not None and found.source == settings["source"] and folders & found.folders:
             earlier[index.parent] = found.shards
-    if corpus["shards"] in earlier.values():
+    if current in earlier.values():
         return
     for folder, shards in earlier.items():
         for path, size, changed in shards:
             what = change(Path(path), size, changed)
             if what is not None:
                 raise UserError(f"{path}: {what} since {folder} was prepared; restore it, or remove that folder")
+
+
+def _files_of(corpus: Mapping[str, Any]) -> list[Any]:
+    """Path, size and time of the last change of each file of a corpus to train on; none of one to be evaluated."""
+    if "tokens" in corpus:
+        splits = corpus["tokens"]
+        files = {tuple(state[:3]): None for spans in splits.values() for state in spans}
+        return [list(state) for state in files] if "train" in splits else []
+    if "shards" in corpus:
+        return list(corpus["shards"]) if "train" in corpus["splits"] else []
+    files = corpus.get("files", {})
+    return [state[:3] for state in files.values()] if "train" in files else []
+
+
+def _has_shards(corpus: Mapping[str, Any]) -> bool:
+    """Whether a split has, or is cut out of, several files: one that is made anew does not contradict the others."""
+    if "tokens" not in corpus:
+        return "shards" in corpus
+    splits, num_files = corpus["tokens"].values(), len(_files_of(corpus))
+    return num_files > 1 and (num_files < len(splits) or any(len(spans) > 1 for spans in splits))
 
 
 class _Shards(NamedTuple):
@@ -158,9 +196,10 @@ def _prepared_from(index: Path, changed: int, size: int) -> _Shards | None:
         if kept.get("failed"):  # at a file that is to change; `take_over` compares the others
             return None
         source, corpus = kept["settings"]["source"], kept["settings"]["corpus"]
-        if "train" not in corpus["splits"]:
+        files = _files_of(corpus)
+        if not files or not _has_shards(corpus):
             return None
-        return _Shards(source, {Path(path).parent for path, *_ in corpus["shards"]}, corpus["shards"])
+        return _Shards(source, {Path(path).parent for path, *_ in files}, files)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -17,6 +17,7 @@ from hvd_transformer.data.foreign_tokens import INDEX, TOKENS, ForeignTokens, Sp
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.prepare_folder import prepare_folder
 from hvd_transformer.data.prepared import PreparedData
+from hvd_transformer.data.shards import check_shards, is_there
 from hvd_transformer.data.splits import SPLITS, WHOLE, Files, Source, file_identity
 from hvd_transformer.data.token_file import JoinedTokens, TokenFile, Tokens
 from hvd_transformer.data.tokenizers import Tokenizer
@@ -78,7 +79,7 @@ def find_token_files(paths: Iterable[Path], where: str) -> Files:
     """The `.bin` files among these paths, or of the indices among them, by name. Raises `UserError` if Megatron's have
     several endings: the same documents may be there twice."""
     shown = (path for path in paths if not path.name.startswith("."))
-    found = {path.with_suffix(TOKENS) for path in shown if path.suffix in (TOKENS, INDEX) and path.is_file()}
+    found = {path.with_suffix(TOKENS) for path in shown if path.suffix in (TOKENS, INDEX) and is_there(path)}
     files = tuple(sorted(found))
     endings = sorted({own for path in files if (own := megatron_ending(path))})
     if len(endings) > 1:
@@ -96,6 +97,7 @@ def prepare_tokens(
     settings = {"format": FORMAT, "corpus": corpus.identity, **own}
 
     def write(folder: Path) -> dict[str, Any]:
+        check_shards({"source": config.source, "corpus": corpus.identity}, folder.parent)
         tokenizer.save(folder)
         size = sum(span.end - span.start for spans in corpus.splits.values() for span in spans)
         context.report(f"Checking {corpus.name}: {size:,} tokens in {len(corpus.splits)} splits")

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,8 @@ from documents import DOCUMENTS, FORMATS, compressed, own_tokenizer, reference, 
 
 from hvd_transformer.comm.process_map import process_map
 from hvd_transformer.config.schema import DataConfig
-from hvd_transformer.data import corpus_pieces, prepare_text
-from hvd_transformer.data.build_once import ALONE, PrepareContext
+from hvd_transformer.data import corpus_pieces, prepare_text, shards, text_files
+from hvd_transformer.data.build_once import ALONE, PrepareContext, Stopped
 from hvd_transformer.data.prepared import PreparedData
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.data.text_corpus import open_corpus, open_text
@@ -147,6 +148,72 @@ def test_a_link_into_the_cache_of_huggingface_hub(tokenizer: Path, tmp_path: Pat
     for source in ("train-00000-of-00001.parquet", "train-*"):
         found = tokens(prepare(tmp_path / source, tokenizer, tmp_path, split=[0.5, 0.5]))
         assert sum(found, []) == reference(tokenizer)
+
+
+@pytest.mark.parametrize("source", ["data/train-*", "data"])
+def test_a_link_to_a_shard_that_is_away_is_named(source: str, tokenizer: Path, tmp_path: Path) -> None:
+    """Training would go on with the others."""
+    (tmp_path / "data").mkdir()
+    for name in ("train-0", "train-1", "valid", "test"):
+        write(tmp_path / f"data/{name}.jsonl", DOCUMENTS)
+    (tmp_path / "data/train-2.jsonl").symlink_to(tmp_path / "away")
+    with pytest.raises(UserError, match=rf"train-2.jsonl: a link to {tmp_path}/away, which is not there$"):
+        prepare(tmp_path / source, tokenizer, tmp_path)
+
+
+def test_two_shards_of_which_one_vanished_are_no_single_file(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("train-0", "train-1", "valid", "test"):
+        write(tmp_path / f"data/{name}.jsonl", DOCUMENTS)
+    prepared = prepare(tmp_path / "data", tokenizer, tmp_path)
+    (tmp_path / "data/train-1.jsonl").unlink()
+    with pytest.raises(UserError, match=f"train-1.jsonl: vanished since {prepared.folder} was prepared"):
+        prepare(tmp_path / "data", tokenizer, tmp_path)
+
+
+def test_files_are_measured_on_this_host(tokenizer: Path, tmp_path: Path) -> None:
+    """The workers of `mpirun` may be on hosts that do not have them."""
+
+    def elsewhere(function, items):
+        assert "shards" not in function.__module__
+        return map(function, items)
+
+    write_shards(tmp_path / "data", ".jsonl.gz")
+    found = prepare(tmp_path / "data/*.jsonl.gz", None, tmp_path, PrepareContext(elsewhere), tokenizer="bpe", vocab_size=300)
+    assert len(found.splits) == 3
+
+
+@pytest.mark.parametrize("when", ["cut", "read"])
+def test_a_long_compressed_file_can_be_stopped_while_its_beginning_is_skipped(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To be asked whether to stop is a sign of progress, too, without which a rank counts as hanging."""
+    began, given_up = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        began.set()
+        while not given_up.is_set():  # computing
+            pass
+
+    def line_boundary(path: Path, target: int) -> int:
+        if when == "cut":
+            slow()
+        return text_files.line_boundary(path, target)
+
+    def read_pieces(span, *more):
+        if span.start:
+            slow()
+        yield from shards.read_pieces(span, *more)
+
+    monkeypatch.setattr(shards, "line_boundary", line_boundary)
+    monkeypatch.setattr(corpus_pieces, "read_pieces", read_pieces)
+    source = write(tmp_path / "a.jsonl.gz", DOCUMENTS)
+    threading.Timer(60.0, given_up.set).start()
+    try:
+        with pytest.raises(Stopped):
+            prepare(source, None, tmp_path, PrepareContext(should_stop=began.is_set), tokenizer="char")
+    finally:
+        given_up.set()
 
 
 def test_another_end_of_documents_is_another_preparation(tokenizer: Path, tmp_path: Path) -> None:

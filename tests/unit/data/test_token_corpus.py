@@ -155,6 +155,50 @@ def test_shards_of_a_pattern_are_cut_as_one(ending: str, tokenizer: Path, tmp_pa
     assert found == [ids[:1000], ids[1000:2500]]
 
 
+@pytest.mark.parametrize("layout", ["pattern", "folder"])
+@pytest.mark.parametrize("what", ["vanished", "changed"])
+def test_a_shard_that_vanished_or_changed_since_is_named(
+    what: str, layout: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    ids, folder = reference(tokenizer), tmp_path / "data"
+    folder.mkdir()
+    for number in range(3):
+        write_nanogpt(folder / f"train_{number}.bin", ids[number * 1000 : (number + 1) * 1000])
+    if layout == "folder":
+        write_nanogpt(folder / "val.bin", ids[3000:3500])
+    source = folder if layout == "folder" else folder / "*.bin"
+    prepared = prepare(source, tokenizer, tmp_path, split=[0.5, 0.5])
+    if what == "vanished":
+        (folder / "train_1.bin").unlink()
+    else:
+        write_nanogpt(folder / "train_1.bin", ids[:999])
+    message = rf"^{folder}/train_1.bin: {what} since {prepared.folder} was prepared; restore it, or remove that folder$"
+    with pytest.raises(UserError, match=message):
+        prepare(source, tokenizer, tmp_path, split=[0.5, 0.5])
+
+
+@pytest.mark.parametrize("layout", ["file", "folder"])
+def test_a_file_that_is_a_whole_split_may_be_made_anew(layout: str, tokenizer: Path, tmp_path: Path) -> None:
+    ids, folder = reference(tokenizer), tmp_path / "data"
+    folder.mkdir()
+    write_nanogpt(folder / "val.bin", ids[3000:3500])
+    source = folder if layout == "folder" else folder / "train.bin"
+    for size in (1000, 2000):
+        write_nanogpt(folder / "train.bin", ids[:size])
+        found = tokens(prepare(source, tokenizer, tmp_path, split=[0.5, 0.5]))
+        assert sum(map(len, found)) == size + 500 * (layout == "folder")
+
+
+@pytest.mark.parametrize("source", ["data", "data/train*"])
+def test_a_link_to_a_shard_that_is_away_is_named(source: str, tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("train_0", "val"):
+        write_nanogpt(tmp_path / "data" / f"{name}.bin", reference(tokenizer)[:1000])
+    (tmp_path / "data/train_1.bin").symlink_to(tmp_path / "away")
+    with pytest.raises(UserError, match=rf"train_1.bin: a link to {tmp_path}/away, which is not there$"):
+        prepare(tmp_path / source, tokenizer, tmp_path, split=[0.5, 0.5])
+
+
 def test_training_evaluation_and_text(tokenizer: Path, tmp_path: Path) -> None:
     for split in ("train", "val"):
         ids = reference(tokenizer, SPLITS[split])
