@@ -126,7 +126,7 @@ def _length(span: TextSpan) -> int:
 
 
 def _in_threads(function: Callable[[TextSpan], int], spans: Sequence[TextSpan], context: PrepareContext) -> list[int]:
-    """Libraries decompress without Python's lock. The workers of `mpirun` may be on hosts that do not have the files."""
+    """Libraries decompress without Python's lock. Workers of `mpirun` may be on hosts that do not have the files."""
 
     def work() -> list[int]:
         if in_threads := getattr(context.map, "in_threads", None):

@@ -140,6 +140,8 @@ def read_sweep(file: Path) -> Sweep:
 
 def _word(value: Any) -> str:
     """A value as hvd-train reads it from its command line: YAML, in which texts of a list or a table need quotes."""
+    if isinstance(value, str):
+        return value
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else shown(value)
 
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ class WandbTracker:
     def open(self, job: Job) -> int:
         import wandb
 
+        if self._run is not None:  # a failure came between: `init` would return this one, whose folder goes now
+            run, self._run = self._run, None
+            with suppress(Exception):
+                run.finish(exit_code=1)
         parent = Path(os.environ.get("WANDB_DIR") or job.folder)
         for earlier in (parent / "wandb").glob(f"*run-*-{job.id}"):  # also of attempts to reach the server
             shutil.rmtree(earlier)

@@ -179,7 +179,8 @@ def test_files_are_measured_on_this_host(tokenizer: Path, tmp_path: Path) -> Non
         return map(function, items)
 
     write_shards(tmp_path / "data", ".jsonl.gz")
-    found = prepare(tmp_path / "data/*.jsonl.gz", None, tmp_path, PrepareContext(elsewhere), tokenizer="bpe", vocab_size=300)
+    context = PrepareContext(elsewhere)
+    found = prepare(tmp_path / "data/*.jsonl.gz", None, tmp_path, context, tokenizer="bpe", vocab_size=300)
     assert len(found.splits) == 3
 
 

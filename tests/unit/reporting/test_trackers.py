@@ -1,5 +1,6 @@
 """Trackers have each step once, whatever happened to the job, to their processes or to their servers."""
 
+import errno
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from hvd_transformer.reporting.trackers.mlflow_tracker import MlflowTracker
 from hvd_transformer.reporting.trackers.processes import Trackers, run_id
 from hvd_transformer.reporting.trackers.tracker import Job, Row, without_passwords
 from hvd_transformer.reporting.trackers.tracker_process import Rows, TrackerProcess
+from hvd_transformer.reporting.trackers.wandb_tracker import WandbTracker
 
 # As rank 0: writes the steps from one after the checkpoint on, then ends or waits to be killed.
 RANK_0 = """
@@ -251,6 +253,32 @@ def test_a_server_that_comes_and_goes(tmp_path: Path, monkeypatch: pytest.Monkey
     assert tracker.rows == [(step, {"loss": float(step)}) for step in range(1, 8)]
     assert tracker.closed == "finished"
     assert told == ["away; training continues, and the steps are sent later", "logs again"] * 3
+
+
+def test_an_offline_run_is_whole_after_metrics_could_not_be_read(
+    tmp_path: Path, environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B's run is then opened again, which begins with a folder of its own."""
+    import wandb
+
+    monkeypatch.setattr(tracker_process, "_LOOK_SECONDS", 1e-6)
+    log, told = MetricsLog(tmp_path, 0, pytest.fail), list[str]()
+    process = TrackerProcess(WandbTracker(), Job("abc123", "run", None, str(tmp_path), {}), told.append)
+    take, failures = Rows.take, iter([False, False, True])
+
+    def flaky(rows: Rows, **last: bool) -> list[Row]:
+        if next(failures, False):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return take(rows, **last)
+
+    monkeypatch.setattr(Rows, "take", flaky)
+    for step in range(1, 6):
+        log.write(step, loss=1 / step)
+        process.send()
+    process.end("finished", {})
+    wandb.teardown()  # its files are whole
+    assert len(told) == 2 and "logs again" in told
+    assert [row["_step"] for row in wandb_files.history(of_wandb(tmp_path))] == [1, 2, 3, 4, 5]
 
 
 def test_a_step_is_sent_when_it_is_whole(tmp_path: Path) -> None:

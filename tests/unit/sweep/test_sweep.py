@@ -145,6 +145,12 @@ def test_a_sweep_of_which_no_trial_can_be_trained_is_wrong_input_and_goes_on_whe
     assert sorted(second.trained) == sorted(expected())
 
 
+@pytest.mark.parametrize("text", ["/data/a\u3000b.txt", "/data/a\u00a0b.txt", "a b", "'quoted'"])
+def test_texts_reach_the_trials_as_they_are(text: str) -> None:
+    words = Sweep(**{**HALVING, "settings": {"data.source": text}}).settings_of({"seed": 1})
+    assert load(overrides=words).data.source == text
+
+
 def test_halving_trains_its_steps_whatever_the_epochs_of_the_preset(tmp_path: Path) -> None:
     """An epoch has a step at least, so that many epochs are enough; those of the sweep's own settings are a limit."""
     chosen = Sweep(**HALVING)
