@@ -27,12 +27,9 @@ def transformers_files(tokenizer: Tokenizer, max_length: int) -> dict[str, str]:
     """tokenizer.json and tokenizer_config.json, as texts by file name. Raises `UserError` if they cannot hold it."""
     config: dict[str, Any]
     if isinstance(tokenizer, PretrainedTokenizer):
-        files = tokenizer.files()
-        config = json.loads(files[CONFIG])
-        if "tokenizer_class" in config:
-            return files
-        # Without one transformers takes the class of the model's family, which may split text in its own way.
-        return files | {CONFIG: json.dumps(config | {"tokenizer_class": CLASS}, indent=2, ensure_ascii=False) + "\n"}
+        # The class of a family, which transformers also takes without a name, may split text in its own way.
+        config = {**tokenizer.config, "tokenizer_class": CLASS}
+        return tokenizer.files() | {CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
     config = {  # no unk_token: transformers would find it in texts, and tokenizer.json has it
         "tokenizer_class": CLASS,
         "model_max_length": max_length,

@@ -133,7 +133,8 @@ def _from_sentencepiece(path: Path, given: str) -> Converted:
     )
     tokenizer.add_special_tokens([AddedToken(piece, normalized=False) for piece in _pieces(proto, _CONTROL)])
     _compare(tokenizer, processor, proto, given)
-    kinds = {"unk": processor.unk_id(), "bos": processor.bos_id(), "eos": processor.eos_id(), "pad": processor.pad_id()}
+    # No unk_token: transformers would find it in texts.
+    kinds = {"bos": processor.bos_id(), "eos": processor.eos_id(), "pad": processor.pad_id()}
     special = {f"{kind}_token": processor.id_to_piece(number) for kind, number in kinds.items() if number >= 0}
     return Converted(tokenizer, special)
 

@@ -46,6 +46,8 @@ class PretrainedTokenizer(Tokenizer):
         self.model = Model.from_str(files["tokenizer.json"])
         self.model.no_padding()
         self.model.no_truncation()
+        # Of transformers: special tokens in a text are text. tokenizer.json cannot say it.
+        self.model.encode_special_tokens = bool(self.config.get("split_special_tokens"))
 
     @classmethod
     def load(cls, folder: Path) -> "PretrainedTokenizer":
@@ -204,7 +206,8 @@ class PretrainedTokenizer(Tokenizer):
     @cached_property
     def digest(self) -> str:
         """Excludes the other settings, which another version of transformers may write differently."""
-        return sha256(f"{self._files['tokenizer.json']} {self.own_pad}")
+        splits = " split_special_tokens" if self.model.encode_special_tokens else ""
+        return sha256(f"{self._files['tokenizer.json']} {self.own_pad}{splits}")
 
 
 def _read_object(name: str, text: str) -> dict[str, Any]:

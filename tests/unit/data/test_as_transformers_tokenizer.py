@@ -1,10 +1,12 @@
 """An exported tokenizer.json, read by the tokenizers library alone, has our token numbers."""
 
+import json
+import pickle
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Model
-from tokenizers import models
+from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from hvd_transformer.data.as_transformers_tokenizer import tokenizer_json, transformers_files, vocabulary_of
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
@@ -48,6 +50,12 @@ def test_the_end_token_in_a_document_is_text(kind: type, tmp_path: Path) -> None
     assert library.encode(TEXT).ids == theirs(TEXT)["input_ids"] == ids
     assert theirs.eos_token_id == ours.document_end == 1
     assert 1 not in ids
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    again = PretrainedTokenizer.read(tmp_path)  # to train on from there
+    assert again.document_end == 1
+    for one in (again, pickle.loads(pickle.dumps(again))):
+        assert one.encode(TEXT).tolist() == ids
+        assert [found.tolist() for found in one.encode_lines([TEXT])] == [ids]
 
 
 def test_greek_words_end_as_in_python() -> None:
@@ -67,3 +75,31 @@ def test_transformers_reads_a_tokenizer_file_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert theirs("ab11")["input_ids"] == ours.encode("ab11").tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("family", ["GPT2Tokenizer", "LlamaTokenizer"])
+def test_transformers_reads_it_whatever_class_its_folder_names(family: str, tmp_path: Path) -> None:
+    """A class of its own makes anew how texts are split."""
+    transformers = pytest.importorskip("transformers")
+    texts = ["a\n\n1. b  2", " a b", "  12  a"] * 30
+    model = Model(models.BPE(byte_fallback=family == "LlamaTokenizer"))
+    if family == "GPT2Tokenizer":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        model.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    else:
+        model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if family == "GPT2Tokenizer" else []
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    model.train_from_iterator(texts, trainer)
+    (tmp_path / "own").mkdir()
+    model.save(str(tmp_path / "own/tokenizer.json"))
+    config = {"tokenizer_class": family, "eos_token": "<|endoftext|>"}
+    (tmp_path / "own/tokenizer_config.json").write_text(json.dumps(config))
+    ours = PretrainedTokenizer.open(tmp_path / "own")
+    for name, text in transformers_files(ours, 100).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in texts[:3]:
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text).tolist(), text
+    assert theirs.eos_token_id == ours.document_end

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import sentencepiece
 import tiktoken
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from hvd_transformer.data.as_transformers_tokenizer import transformers_files
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.errors import UserError
 
@@ -116,11 +118,18 @@ def test_a_sentencepiece_model_has_the_numbers_of_sentencepiece(kind: str, name:
     path = sentencepiece_model(tmp_path / "own.model", kind, **KINDS[name])
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(path))
     ours = PretrainedTokenizer.open(path)
-    for text in [*TEXTS, *ENGLISH, "a <sep>b@@ @@c<sep>"]:
+    for text in [*TEXTS, *ENGLISH, "a <sep>b@@ @@c<sep>", *(["a <unk> b <0x41> c"] if kind == "bpe" else [])]:
         wanted = theirs.encode(text)
         assert ours.encode(text).tolist() == wanted, text
         if theirs.unk_id() not in wanted:
             assert ours.decode(wanted) == theirs.decode(wanted)
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    for file, content in transformers_files(ours, 100).items():
+        (exported / file).write_text(content, encoding="utf-8")
+    text = "a <unk> b"
+    found = transformers.AutoTokenizer.from_pretrained(exported)(text, add_special_tokens=False)["input_ids"]
+    assert found == ours.encode(text).tolist()
     assert ours.document_end == theirs.eos_id() == 2
     assert ours.own_pad == (3 if name == "phrases" else None)
     assert ours.vocab_size == theirs.vocab_size()
