@@ -10,7 +10,7 @@ import pytest
 import torch
 from commands import command
 from conftest import rank_environment
-from huggingface import write_bert, write_gpt, write_tokenizer
+from huggingface import WORDS, write_bert, write_gpt, write_own_family, write_tokenizer
 from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers")
@@ -174,6 +174,70 @@ def test_wrong_settings_get_one_line(folder: Path, tmp_path: Path, words: list[s
     common = words_of(folder, "classification", "bert", "reviews.csv")
     assert message in run("hvd-train", *common, f"output_dir={tmp_path / 'run'}", *words, code=2)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_tied_llama_may_have_its_output_layer_again_if_it_is_the_same(
+    folder: Path, tmp_path: Path, is_same: bool
+) -> None:
+    """transformers computes with another one, whatever config.json says."""
+    tied = write_own_family(tmp_path / "tied", "llama-biased")
+    weights = load_file(tied / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + (0 if is_same else 1)
+    save_file(weights, tied / "model.safetensors", {"format": "pt"})
+    words = [*words_of(folder, "language_model", "bert", "text.txt"), f"model.pretrained={tied}"]
+    words += [f"output_dir={tmp_path / 'run'}", "training.max_steps=1"]
+    told = run("hvd-train", *words, code=0 if is_same else 2)
+    if not is_same:
+        assert "lm_head.weight is not model.embed_tokens.weight, although its config.json says tie_word_emb" in told
+
+
+def test_a_model_in_one_file_counts_before_the_index_of_old_shards(folder: Path, tmp_path: Path) -> None:
+    """transformers leaves the index when a smaller model is saved into the same folder."""
+    one = write_own_family(tmp_path / "one", "llama")
+    names = load_file(one / "model.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}
+    (one / "model.safetensors.index.json").write_text(json.dumps(index))
+    words = [*words_of(folder, "language_model", "bert", "text.txt"), f"model.pretrained={one}"]
+    run("hvd-train", *words, f"output_dir={tmp_path / 'run'}", "training.max_steps=1")
+
+
+@pytest.mark.parametrize("ends", [7, [7, 8]])
+def test_a_text_of_own_blocks_ends_where_the_folder_says(folder: Path, tmp_path: Path, ends: object) -> None:
+    """Beside the end token of the tokenizer."""
+    own = write_own_family(tmp_path / "own", "llama")
+    words = [*words_of(folder, "language_model", "bert", "text.txt"), f"model.pretrained={own}"]
+    words += ["training.max_steps=1", "optimizer.lr=1e-12"]
+    sample = ["generate", "--prompt", "a", "--temperature", 5, "--tokens", 40, "--json"]
+    run("hvd-train", *words, f"output_dir={tmp_path / 'endless'}")
+    whole = json.loads(run("hvd-transformer", *sample, tmp_path / "endless"))["text"].split()
+    (own / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    run("hvd-train", *words, f"output_dir={tmp_path / 'run'}")
+    run("hvd-transformer", "export", tmp_path / "run", tmp_path / "exported")
+    last = [WORDS[number - 5] for number in (ends if isinstance(ends, list) else [ends])]
+    wanted = whole[: min(place for place, word in enumerate(whole) if word in last and place > 0)]
+    for place in (tmp_path / "run", tmp_path / "exported"):
+        assert json.loads(run("hvd-transformer", *sample, place))["text"].split() == wanted
+
+
+def test_an_exported_mixture_of_experts_has_the_weights_of_its_family(folder: Path, tmp_path: Path) -> None:
+    """Version 5 of transformers joins the experts in its modules; other programs know the names of the folder."""
+    write_tokenizer(tmp_path / "moe")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=5 + len(WORDS), hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=2, num_experts_per_tok=1,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
+    words = [*words_of(folder, "language_model", "bert", "text.txt"), f"model.pretrained={tmp_path / 'moe'}"]
+    run("hvd-train", *words, f"output_dir={tmp_path / 'run'}", "training.max_steps=1", "optimizer.lr=1e-12")
+    run("hvd-transformer", "export", tmp_path / "run", tmp_path / "exported")
+    theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("moe", "exported"))
+    assert any(".experts.1." in name for name in theirs)
+    assert sorted(theirs) == sorted(ours)
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-6)
 
 
 def test_a_model_of_another_kind_gets_one_line(folder: Path, tmp_path: Path) -> None:

@@ -28,13 +28,14 @@ class _Part(NamedTuple):
 class StoredTensors:
     """The model's tensors or the optimizer's in a checkpoint or exported folder; `name` is that of the only file.
 
-    Files are mapped, not read: a page of a file is read when a number in it is used.
+    With `indexed`, an index beside it counts instead. Files are mapped, not read: a page of a file is read when a
+    number in it is used.
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, *, indexed: bool = True) -> None:
         self._folder, self._opened = folder, dict[str, dict[str, StoredTensor]]()
         self._index = folder / f"{name}.index.json"
-        self.path = self._index if self._index.is_file() else folder / name
+        self.path = self._index if indexed and self._index.is_file() else folder / name
         self._shapes: dict[str, tuple[int, ...]] = {}
         if self.path == self._index:
             self._parts = self._read_index()

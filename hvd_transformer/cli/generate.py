@@ -78,6 +78,7 @@ def generate(
             )
     sampling, vocab_size = Sampling(temperature, top_k, top_p, seed), tokenizer.vocab_size
     ends = end_tokens(tokenizer) if chat else [] if tokenizer.document_end is None else [tokenizer.document_end]
+    ends = [*ends, *trained.ends]
     if len(texts) == 1 and not as_json:
         stream = TextStream(tokenizer)
 

@@ -54,7 +54,7 @@ def find_shards(paths: Iterable[Path], origin: str) -> Files:
 
 
 def is_there(path: Path) -> bool:
-    """Whether the path is a file. Raises `UserError` for a link whose target is away: training would go on with less."""
+    """Whether the path is a file. Raises `UserError` for a link whose target is away: training would do without it."""
     if path.is_symlink() and not path.exists():
         raise UserError(f"{path}: a link to {path.readlink()}, which is not there")
     return path.is_file()

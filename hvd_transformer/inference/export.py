@@ -29,7 +29,7 @@ from hvd_transformer.models.as_ctranslate2 import Vocabularies, as_ctranslate2
 from hvd_transformer.models.as_gguf import add_llama
 from hvd_transformer.models.as_transformers import as_transformers
 
-_MODEL = ("model*.safetensors", f"{MODEL}.index.json", pretrained.GENERATION)
+_WEIGHTS = ("model*.safetensors", f"{MODEL}.index.json")
 _TOKENIZERS = (
     "*tokenizer.json",
     "*vocabulary.json",
@@ -97,11 +97,21 @@ def _native(path: Path) -> _Export:
             tokenizer_files = tokenizer.folder_files
         elif facts["task"] == "language_model":
             generation = _generation_file(load_tokenizer(source, ""), source / pretrained.GENERATION)
-    copied = {path for pattern in (*_TOKENIZERS, *_MODEL) for path in source.glob(pattern)}
+    copied = {path for pattern in (*_TOKENIZERS, pretrained.GENERATION) for path in source.glob(pattern)}
     if tokenizer_files:  # which the checkpoint has in one file per side
         copied -= set(source.glob(f"*-{PairTokenizer.file_name}"))
+    model: Any = None
+    if facts["model"].get("pretrained") is not None and pretrained.has_other_names(str(own.get("model_type"))):
+        model = load_trained(path, facts["task"]).model
+        model = model.model if facts["task"] == "classification" else model
+        _check_generation(path, model)
+        model._weight_conversions = None  # those of its family, not of our checkpoint, which needed none
+    else:
+        copied |= {path for pattern in _WEIGHTS for path in source.glob(pattern)}
 
     def write(folder: Path) -> None:
+        if model is not None:
+            model.save_pretrained(folder)
         for file in copied:
             shutil.copyfile(file, folder / file.name)
         for name, content in tokenizer_files.items():
@@ -129,10 +139,7 @@ def _merged(path: Path) -> _Export:
     if facts["model"].get("lora_rank") is None:
         raise UserError(f"{path}: its model has no adapters (model.lora_rank); leave out --merge")
     trained, own = load_trained(path, facts["task"]), _our_facts({**facts, "model": {"pretrained": "."}})
-    try:
-        trained.model.generation_config.validate(strict=True)  # type: ignore[union-attr, operator]
-    except ValueError as error:
-        raise UserError(f"{path}: its model's generation_config.json: {' '.join(str(error).split())[:300]}") from None
+    _check_generation(path, trained.model)
 
     def write(folder: Path) -> None:
         trained.model.save_pretrained(folder)  # type: ignore[operator]
@@ -142,6 +149,16 @@ def _merged(path: Path) -> _Export:
         _write_config(folder, theirs | {pretrained.OURS: own})
 
     return _Export(write)
+
+
+def _check_generation(path: Path, model: Any) -> None:
+    """Raise `UserError` for a generation_config.json that transformers does not write again."""
+    config = getattr(model, "generation_config", None)
+    try:
+        if config is not None:
+            config.validate(strict=True)
+    except ValueError as error:
+        raise UserError(f"{path}: its model's generation_config.json: {' '.join(str(error).split())[:300]}") from None
 
 
 def _transformers(path: Path) -> _Export:
@@ -234,8 +251,7 @@ def _generation_file(tokenizer: Tokenizer, known: Path | None = None) -> dict[st
         found = {} if known is None else json.loads(known.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         found = {}
-    before = found.get("eos_token_id")
-    before = [] if before is None else before if isinstance(before, list) else [before]
+    before = pretrained.end_tokens(found)
     ends = list(dict.fromkeys([*before, *end_tokens(tokenizer)]))
     if len(ends) == len(before) or ends == [tokenizer.document_end]:
         return {}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.models.attention import KVCache
 from hvd_transformer.models.language_model import LanguageModel
+from hvd_transformer.models.pretrained import end_tokens
 
 _WINDOW = 512  # prompts that are ordered by length
 
@@ -64,7 +65,7 @@ class PretrainedSteps:
             found = self.model(input_ids=tokens, use_cache=True, **self.options)
             self.past = getattr(found, "past_key_values", None)
             layers = getattr(self.past, "layers", [None])
-            if not all(hasattr(layer, "batch_select_indices") for layer in layers):
+            if not all(map(_selects_rows, layers)):
                 self.past, self.seen = None, tokens
         logits: Tensor = found.logits[:, -1]
         return logits
@@ -74,6 +75,12 @@ class PretrainedSteps:
             self.seen = self.seen.index_select(0, rows)
         else:
             self.past.batch_select_indices(rows)
+
+
+def _selects_rows(layer: object) -> bool:
+    """Whether this layer of a cache selects rows of all that it has: the method of one with keys and with states of its
+    own, which it inherits, leaves the states."""
+    return hasattr(layer, "batch_select_indices") and not hasattr(layer, "recurrent_states")
 
 
 def _only_last_logits(model: Any) -> Mapping[str, int]:
@@ -160,8 +167,8 @@ def generate_in_batches(
 
 def _last_tokens(model: nn.Module) -> set[int]:
     """The tokens that end a text, from the configuration of a model of transformers."""
-    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return set() if found is None else set(found) if isinstance(found, list) else {found}
+    config = getattr(model, "generation_config", None)
+    return set() if config is None else set(end_tokens(vars(config)))
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

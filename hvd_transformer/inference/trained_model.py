@@ -43,7 +43,8 @@ class Trained:
     """A model in evaluation mode and what is needed to use it.
 
     `tokenizers` by role: "text", or "source" and "target". `longest`: tokens of the longest training sample.
-    `target_length`: `data.target_length`.
+    `target_length`: `data.target_length`. `ends`: tokens that end a text, beside the tokenizer's, by the
+    generation_config.json of the folder that the weights began with.
     """
 
     config: ModelConfig
@@ -53,6 +54,7 @@ class Trained:
     longest: int
     target_length: int | None
     model: nn.Module
+    ends: tuple[int, ...] = ()
 
     @property
     def num_positions(self) -> int:
@@ -99,7 +101,16 @@ def load_trained(path: Path, task: str, device: str = "cpu") -> Trained:
         if not weight.sum(dtype=torch.float32).isfinite():
             raise UserError(f"{path}: {name} contains NaN or infinity: the training has diverged")
     lengths = facts["longest"], facts.get("target_length")
-    return Trained(config, translation, tokenizers, labels, *lengths, model.eval())
+    return Trained(config, translation, tokenizers, labels, *lengths, model.eval(), _ends(folder))
+
+
+def _ends(folder: Path) -> tuple[int, ...]:
+    """By the folder's generation_config.json; none by one that is damaged, which transformers ignores, too."""
+    try:
+        found = pretrained.end_tokens(json.loads((folder / pretrained.GENERATION).read_text(encoding="utf-8")))
+        return tuple(number for number in found if type(number) is int)
+    except (OSError, ValueError, AttributeError):
+        return ()
 
 
 def read_facts(path: Path) -> tuple[Path, dict[str, Any]]:

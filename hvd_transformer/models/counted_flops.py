@@ -50,11 +50,15 @@ class CountedFlops:
 
 def counted_flops(model: nn.Module, longest: Mapping[str, int]) -> CountedFlops | None:
     """None if they cannot be counted, as in a model whose products depend on the values of tensors."""
+    torchs = logging.getLogger("torch._subclasses.fake_tensor")  # tells each error with its whole stack
+    was_disabled, torchs.disabled = torchs.disabled, True
     try:
         return CountedFlops(model, longest)
     except Exception as error:
         log.info("no mfu: FLOPs of %s cannot be counted: %s", type(model).__name__, error)
         return None
+    finally:
+        torchs.disabled = was_disabled
 
 
 def _without_memory(model: nn.Module, fake: FakeTensorMode) -> nn.Module:

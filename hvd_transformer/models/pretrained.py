@@ -2,7 +2,7 @@
 names, so that the weights of a checkpoint can be used as those of a folder."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,22 @@ from hvd_transformer.nn.dropout import torch_dropout_key
 
 OURS = "hvd_transformer"  # our key in config.json of an exported folder
 GENERATION = "generation_config.json"
+
+
+def end_tokens(generation: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a text by a generation_config.json."""
+    found = generation.get("eos_token_id")
+    return [] if found is None else found if isinstance(found, list) else [found]
+
+
+def has_other_names(family: str) -> bool:
+    """Whether transformers' modules of this family have other weights than its folders: since version 5 the experts of
+    a mixture are joined. `save_pretrained` takes them apart."""
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    except ImportError:
+        return False
+    return bool(get_checkpoint_conversion_mapping(family))
 
 
 def load_classifier(folder: Path, labels: Sequence[str], pad: int) -> tuple[nn.Module, list[str]]:

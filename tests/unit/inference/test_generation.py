@@ -128,7 +128,7 @@ def test_batches_of_prompts_of_similar_length_give_the_same_in_order(
     assert all(own == sorted(own) for own in sizes)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "lfm2", "gpt2"])
+@pytest.mark.parametrize("kind", ["mamba", "lfm2", "falcon_h1", "gpt2"])
 def test_models_of_transformers_whose_cache_cannot_select_rows(kind: str) -> None:
     """Against all tokens again for each: recurrent models have no keys, hybrid ones some layers without."""
     torch.manual_seed(1)
@@ -138,6 +138,10 @@ def test_models_of_transformers_whose_cache_cannot_select_rows(kind: str) -> Non
         "lfm2": lambda: transformers.Lfm2Config(
             **common, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1,
             layer_types=["conv", "full_attention"], initializer_range=0.5,
+        ),
+        "falcon_h1": lambda: transformers.FalconH1Config(  # keys and states of its own in each layer
+            **common, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1, mamba_d_ssm=16,
+            mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4, mamba_n_groups=1, initializer_range=0.5,
         ),
         "gpt2": lambda: transformers.GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=2, eos_token_id=None),
     }[kind]()  # fmt: skip
