@@ -49,7 +49,7 @@ distributed-tests: install
 # Everything that one GPU can show. It needs no Horovod: where there is no .venv, PYTHON is one with pytest and the
 # package's requirements.
 test-gpu:
-	PYTHONPATH=. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 # Everything, before a release: up to three hours.
 test-all: install

@@ -8,10 +8,13 @@ CPU.
 """
 
 import gc
+import math
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -66,7 +69,7 @@ class Planned(NamedTuple):
     """What `plan` says of a step: FLOPs of forward and backward without recomputing, and bytes at the peak."""
 
     flops: float
-    memory: int
+    memory: float
 
 
 def _both(name: str, preset: str, *settings: str, vocab_size: int = VOCABULARY, checkpoint: bool = False) -> list[Case]:
@@ -105,6 +108,7 @@ def cases() -> list[Case]:
 
 def planned(case: Case, *, dry: bool) -> Planned:
     """From shapes alone."""
+    torch.set_num_threads(1)  # beside the first measurements
     plan = make_plan(case.config(dry=dry), case.vocab_size, 1)
     flops = sum(layer.forward_flops + layer.backward_flops for layer in plan.layers) * plan.num_micro_batches
     return Planned(flops, sum(sum(plan.memory(stage)) for stage in plan.stages))
@@ -239,6 +243,7 @@ def _measure_all(
     measured, published = measure_device(device), device_peak(device, precision)
     figures: dict[str, Any] = {
         "device": device_name(device),
+        "driver": _driver(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "matmul": measured.fastest_matmul(precision)[1],
@@ -251,18 +256,38 @@ def _measure_all(
     for case in chosen:
         profiles = profile_file is not None and profile_only in case.name
         try:
-            plan = plans[case.name].result()
             found = measure(case, device, steps, tables if profiles else None, dry=dry)
         except Exception as error:  # the other rows are still of use
             click.echo(f"{case.name:52} failed: {type(error).__name__}: {error}")
             figures[case.name] = {"failed": str(error)}
         else:
-            figures[case.name] = {**found, **plan._asdict()}
+            plan, why = _plan_of(plans[case.name])
+            figures[case.name] = {**found, **plan._asdict(), **why}
             click.echo(row(case.name, found, plan, figures))
-        release(device)
-        if profile_file is not None:
-            profile_file.write_text("\n\n".join(tables), encoding="utf-8")
         write_figures(file, figures)
+        if profile_file is not None:
+            profile_file.parent.mkdir(parents=True, exist_ok=True)
+            profile_file.write_text("\n\n".join(tables), encoding="utf-8")
+        with suppress(RuntimeError):  # after some errors the device takes nothing more
+            release(device)
+    sys.exit(any("failed" in found for found in figures.values() if isinstance(found, dict)))
+
+
+def _driver() -> str | None:
+    """Version of NVIDIA's driver; None without one."""
+    try:
+        words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
+def _plan_of(found: "Future[Planned]") -> tuple[Planned, dict[str, str]]:
+    """What was planned, or no numbers and the reason."""
+    try:
+        return found.result(), {}
+    except Exception as error:
+        return Planned(math.nan, math.nan), {"no plan": f"{type(error).__name__}: {error}"}
 
 
 if __name__ == "__main__":

@@ -124,6 +124,12 @@ def test_all_tests_leave_nothing_out(checkout: Checkout) -> None:
     assert any("tests/docker" in line for line in ran)
 
 
+def test_gpu_tests_find_what_the_caller_has_added(checkout: Checkout) -> None:
+    (checkout.folder / "python").write_text('#!/bin/sh\necho "$PYTHONPATH $*" >>log\n')
+    assert checkout.make("test-gpu", PYTHONPATH="/more") == (0, [".:/more -m pytest -m gpu tests/gpu"])
+    assert checkout.make("test-gpu", PYTHONPATH="") == (0, [". -m pytest -m gpu tests/gpu"])
+
+
 def test_the_package_is_built_and_checked(checkout: Checkout) -> None:
     checkout.make("install")
     dist = checkout.folder / "dist"

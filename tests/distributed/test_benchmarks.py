@@ -116,6 +116,7 @@ def test_growth_still_runs(part, most):
     assert bench("growth", part, "--most", most, "--rounds", 1, statuses=(0, 1), timeout=800)
 
 
+HOW = ("eager", "compiled")
 SHORT = ["--rounds", 1, "--steps", 1, "--warmup", 1]
 OTHERS = {
     "data_parallel": ["--model", "small", "--sweep", 1, *SHORT],
@@ -127,6 +128,18 @@ OTHERS = {
     "start_up": ["--rounds", 1],
     "attention": ["--tokens", 64, "--dropout", 0.1, "--rounds", 1],
 }
+
+
+@pytest.mark.timeout(300)
+def test_the_gpu_benchmark_runs_in_a_small_size_on_the_cpu(tmp_path):
+    words = ["--dry-run", "--steps", 1, "--only", "8k", "--profile", tmp_path / "tables" / "profile.txt"]
+    bench("gpu", *words, "--json", tmp_path / "figures.json")
+    figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
+    cases = {name: found for name, found in figures.items() if isinstance(found, dict)}
+    assert list(cases) == [f"{model}, 8k tokens, {how}" for model in ("tutorial-1b", "llama-1b") for how in HOW]
+    assert all(found["losses"][-1] > 0 and found["flops"] > 0 for found in cases.values())
+    assert "checkpoint" in cases["llama-1b, 8k tokens, eager"]
+    assert (tmp_path / "tables" / "profile.txt").stat().st_size > 1000
 
 
 @pytest.mark.timeout(600)

@@ -216,7 +216,7 @@ def _build(host: str, answer: Answer) -> Iterator[Finding]:
     if "MPI" in horovod["features"] and mpi4py and horovod["mpi"] != mpi4py["mpi"]:
         message = f"Horovod loads the MPI library {horovod['mpi']}, mpi4py {mpi4py['mpi']}"
         yield Finding(host, message, "install a single MPI and check LD_LIBRARY_PATH; " + rebuild)
-    if answer["devices"] and "NCCL" not in horovod["features"]:
+    if answer["devices"] and not {"NCCL", "MPI on GPUs"} & set(horovod["features"]):
         cure = "rebuild it with HOROVOD_GPU_OPERATIONS=NCCL"
         yield Finding(
             host, "Horovod is built without NCCL: several ranks cannot compute on the GPUs", cure, problem=False

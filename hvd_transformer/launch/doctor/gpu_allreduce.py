@@ -14,6 +14,7 @@ from hvd_transformer.launch.doctor.findings import Answer, Finding
 
 SECONDS = 60.0  # in which the ranks import torch, connect and run the allreduce
 RANKS = 2
+_ALARM = 128 + 14  # what horovodrun says of a rank that SIGALRM has ended
 _RIGHT, _WRONG = "the sum is right", "the sum is wrong"
 # Ranks that wait for each other in NCCL hear no signal but one whose default action ends them.
 _SUM = f"""
@@ -78,7 +79,7 @@ def read(result: Mapping[str, Any]) -> GpuAllreduce:
     of_ranks = [line.partition(">:")[2].strip() for line in lines if re.match(r"\[\d+\]<std(out|err)>:", line)]
     if result["code"] == 0 and of_ranks.count(_RIGHT) == RANKS:
         return GpuAllreduce()
-    if result["code"] is None:
+    if result["code"] is None or f"Exit code: {_ALARM}" in lines:
         return GpuAllreduce(error=f"no answer within {SECONDS:.0f} seconds")
     telling = [line for line in of_ranks if re.match(rf"[\w.]*(Error|Exception)\b|{_WRONG}", line)]
     said = telling or [line for line in of_ranks or lines if line.strip()] or [f"exit code {result['code']}"]

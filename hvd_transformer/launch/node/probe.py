@@ -36,7 +36,12 @@ from typing import Any
 MARK = "hvd-transformer-probe "
 _DISTRIBUTIONS = ("hvd-transformer", "torch", "horovod", "mpi4py")
 # Symbols of classes that Horovod's library contains only if it was built with the feature.
-_FEATURES = {"gloo": b"13GlooAllreduceE", "MPI": b"12MPIAllreduceE", "NCCL": b"13NCCLAllreduceE"}
+_FEATURES = {
+    "gloo": b"13GlooAllreduceE",
+    "MPI": b"12MPIAllreduceE",
+    "NCCL": b"13NCCLAllreduceE",
+    "MPI on GPUs": b"16MPI_GPUAllreduceE",
+}
 _SIOCGIFADDR, _SIOCGIFFLAGS, _IFF_UP = 0x8915, 0x8913, 1
 _PINGS = 20
 _LATE = 4  # seconds for a command

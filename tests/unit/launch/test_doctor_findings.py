@@ -183,6 +183,13 @@ def test_too_few_devices_everywhere_mean_the_cpu_unless_gpus_are_asked_for() -> 
     assert [finding.problem for finding in about_hosts(job("a:2", "training.device=cuda"), answers)] == [True]
 
 
+@pytest.mark.parametrize(("features", "lacks"), [(["gloo"], True), (["NCCL"], False), (["MPI on GPUs"], False)])
+def test_ranks_on_gpus_need_a_horovod_that_sends_from_them(features: list[str], lacks: bool) -> None:
+    answer = {**ANSWER, "devices": [GPU] * 2, "horovod": {**ANSWER["horovod"], "features": features}}
+    told = [finding.message for finding in about_hosts(job("a:2"), {"a": answer})]
+    assert any("Horovod is built without NCCL" in message for message in told) == lacks
+
+
 NETWORK = {
     "a": {"docker0": "172.17.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"},
     "b": {"docker0": "172.17.0.1", "ib0": "10.1.0.2", "eth0": "10.0.0.2"},

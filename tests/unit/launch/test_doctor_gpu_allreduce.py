@@ -73,6 +73,7 @@ def test_what_is_not_tried_says_why(device: str, changed: dict[str, Any], why: s
         (0, RIGHT.replace("right", "wrong", 1), "the sum is wrong"),
         (0, RIGHT.splitlines()[0], "the sum is right"),  # of one rank only
         (None, TRACE, "no answer within 60 seconds"),
+        (1, "Process name: 1\nExit code: 142\n", "no answer within 60 seconds"),
         (127, "/venv/bin/horovodrun: No such file or directory", "/venv/bin/horovodrun: No such file or directory"),
         (1, "", "exit code 1"),
     ],
