@@ -4,6 +4,7 @@ Work runs at once, on CPU tensors, and is right whatever the order. The checker 
 have been queued, with a vector clock per stream (Lamport 1978; as in race detectors), and reports
 
     unordered   a stream uses memory that another one has written, or overwrites what it may still read
+    context     a worker's thread leaves a stream for one of GPU 0, where its process then opens a context
     reused      memory was freed while another stream than its own may still use it, and its own stream has gone on:
                 torch's allocator gives freed memory to the next kernel of the stream that it was allocated on, and
                 waits only for those that `record_stream` names
@@ -86,6 +87,7 @@ class _Memory:
 
 class _Thread(threading.local):
     streams: list[FakeStream] | None = None
+    device: torch.device | None = None  # None: GPU 0, whichever the stage's is
     paused = False
 
 
@@ -219,6 +221,8 @@ class StreamChecker:
         self.stack.append(stream)
         try:
             if others and threading.current_thread() is not threading.main_thread():
+                if self._thread.device != stream.device:
+                    self._report("context", "nothing", f"the end of {stream.name}, which goes back to GPU 0")
                 with self.watching():
                     yield
             else:
@@ -227,6 +231,9 @@ class StreamChecker:
             self.stack.pop()
             if others:
                 self._thread.streams = None
+
+    def set_device(self, device: torch.device) -> None:
+        self._thread.device = device
 
     def set_stream(self, stream: FakeStream) -> None:
         self.stack[-1] = stream
@@ -249,6 +256,7 @@ class StreamChecker:
         monkeypatch.setattr(torch.cuda, "Stream", lambda device=CPU: FakeStream(self, device))
         monkeypatch.setattr(torch.cuda, "stream", self.on)
         monkeypatch.setattr(torch.cuda, "set_stream", self.set_stream)
+        monkeypatch.setattr(torch.cuda, "set_device", self.set_device)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.stack[-1])
         monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: self.default)
         monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: self.record_stream(tensor, stream))

@@ -12,8 +12,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -94,7 +95,8 @@ class TorchGroup:
         except RuntimeError as error:
             raise UserError(f"torch.distributed: ranks cannot connect: {_first_sentence(error)}") from None
         if device.type == "cuda":
-            self._stream_waits = StreamWaits(lambda: torch.cuda.current_stream(device).record_event())
+            mark = partial(_mark, device)
+            self._stream_waits = StreamWaits(mark, partial(torch.cuda.device, device))
             link.stream_waits.append(self._stream_waits.now)
 
     def all_reduce_async_(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
@@ -135,11 +137,18 @@ class TorchGroup:
         return PeerLost(f"{self._link.who} lost another rank: {_first_sentence(error)}")
 
 
-class StreamWaits:
-    """Which collective a GPU's stream is in, for the watchdog: the host only enqueues them. `mark` records an event."""
+def _mark(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device).record_event()
 
-    def __init__(self, mark: Callable[[], Any]) -> None:
-        self.mark = mark
+
+class StreamWaits:
+    """Which collective a GPU's stream is in, for the watchdog: the host only enqueues them. `mark` records an event;
+    `device` makes the GPU the current one, where a thread that has none would open a context on GPU 0."""
+
+    def __init__(
+        self, mark: Callable[[], Any], device: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        self.mark, self._device = mark, device
         self._recent = deque[tuple[str, int, Any, Any]](maxlen=_RECENT)
 
     def add(self, name: str, began: Any) -> None:
@@ -148,11 +157,12 @@ class StreamWaits:
 
     def now(self) -> dict[str, int]:
         """The collective that has begun and not ended, with the thread that enqueued it. For any thread."""
-        for name, thread, began, ended in reversed(self._recent.copy()):
-            if ended.query():
-                break
-            if began.query():
-                return {name: thread}
+        with suppress(RuntimeError), self._device():  # after some errors a GPU answers nothing more
+            for name, thread, began, ended in reversed(self._recent.copy()):
+                if ended.query():
+                    break
+                if began.query():
+                    return {name: thread}
         return {}
 
 

@@ -202,13 +202,24 @@ class GradNorm:
 
     def __call__(self, own: Mapping[str, Tensor]) -> Tensor:
         """A scalar. `own`: the norms of this rank's gradients by the parameter's name. Collective."""
-        joined = torch.stack([own.get(name, self._nothing).to(self._device) for name in self._names])
+        joined = self._joined([own.get(name, self._nothing) for name in self._names])
         if self._group.size == 1:
             alone: Tensor = torch.linalg.vector_norm(joined)
             return alone
         squares = self._group.all_reduce_((joined * self._counts).square(), "norms")
         norm: Tensor = squares.sum().sqrt()
         return norm
+
+    def _joined(self, norms: Sequence[Tensor]) -> Tensor:
+        """In one tensor [N], in this order. The stages of a pipeline may be on several GPUs: one copy from each."""
+        places: dict[torch.device, list[int]] = {}
+        for place, norm in enumerate(norms):
+            places.setdefault(norm.device, []).append(place)
+        if len(places) == 1:
+            return torch.stack(list(norms)).to(self._device)
+        parts = [torch.stack([norms[place] for place in own]).to(self._device) for own in places.values()]
+        order = torch.tensor([place for own in places.values() for place in own]).argsort()
+        return torch.cat(parts)[order.to(self._device, non_blocking=True)]
 
 
 def clip_factor(norm: float, clip_norm: float | None) -> float:

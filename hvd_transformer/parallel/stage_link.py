@@ -104,6 +104,8 @@ class CudaStageStreams(StageStreams):
         torch.cuda.current_stream(self.device).wait_stream(self.compute)
 
     def computing(self) -> AbstractContextManager[Any]:
+        # The current device of a worker's thread: where it leaves a stream it would else open a context on GPU 0.
+        torch.cuda.set_device(self.device)
         return torch.cuda.stream(self.compute)
 
     def send(self, tensors: Sequence[Tensor | None]) -> StageTensors:

@@ -119,7 +119,10 @@ def _fits(config: Config, world: World, mesh: ParallelMesh, task: Task, heartbea
 
 
 def _can_try(config: Config, mesh: ParallelMesh) -> bool:
-    """Whether a size is tried out: on a GPU, where that needs no other rank."""
+    """Whether a size is tried out: on a GPU, where that needs no other rank, and where later steps need no more memory,
+    as the errors of a compression do that the first steps choose."""
+    if config.communication.compression == "auto" and mesh.dp > 1:
+        return False
     alone = mesh.tp == 1 and (mesh.dp == 1 or config.parallel.optimizer_shard == "none")
     return mesh.device.type != "cpu" and alone
 

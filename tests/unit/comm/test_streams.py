@@ -13,7 +13,7 @@ from small_job import run, settings, trainer
 from stream_checker import CPU, FakeStream, StreamChecker, StreamedHorovod
 from torch import Tensor, nn
 
-from hvd_transformer.comm.streams import leave_default_stream
+from hvd_transformer.comm.streams import leave_default_stream, start_copy
 from hvd_transformer.comm.world import World
 from hvd_transformer.gradients import sync
 from hvd_transformer.gradients.buffers import WHOLE, ZeroShard
@@ -175,7 +175,8 @@ def mute(monkeypatch: Patch, line: str) -> list[str]:
 
         return call
 
-    for kind, name in ((FakeStream, "wait_stream"), (FakeStream, "wait_event"), (Tensor, "record_stream")):
+    methods = [(FakeStream, "wait_stream"), (FakeStream, "wait_event"), (Tensor, "record_stream")]
+    for kind, name in (*methods, (torch.cuda, "set_device")):
         monkeypatch.setattr(kind, name, unless_from_there(getattr(kind, name)))
     return muted
 
@@ -215,6 +216,7 @@ MUTATIONS: list[tuple[str, str, Scenario]] = [
     ("self.compute.wait_stream(current)", "unordered", piped),
     ("torch.cuda.default_stream(self.device).wait_stream(current)", "unordered", looked_up),
     ("torch.cuda.current_stream(self.device).wait_stream(self.compute)", "unordered", piped),
+    ("torch.cuda.set_device(self.device)", "context", piped),
     ("self.compute.wait_event(sent.ready)", "unordered", piped),
     ("tensor.record_stream(self.compute)", "reused", handed_over),
     ("sent.sender.sends.wait_event(sent.ready)", "unordered", partial(piped, one_gpu=False)),
@@ -240,6 +242,15 @@ def test_each_line_is_needed(
 def test_rows_of_a_tied_embedding_are_looked_up_after_its_update(checker: StreamChecker, monkeypatch: Patch) -> None:
     looked_up(checker, monkeypatch)
     assert not checker.problems
+
+
+def test_what_is_copied_to_the_host_is_read_when_the_copy_has_ended(checker: StreamChecker) -> None:
+    wait = start_copy(torch.ones(3) + 1)
+    stream = checker.stack[-1]
+    copied = stream.clock[stream]
+    assert not checker.host.covers(stream, copied)
+    assert wait().tolist() == [2, 2, 2]
+    assert checker.host.covers(stream, copied)
 
 
 @pytest.mark.parametrize("aside", [False, True])

@@ -1,7 +1,9 @@
 """Which library sums the activations of a tensor group, and in which format."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -124,17 +126,26 @@ class Stream:
     """Reaches its marks one after the other, when it is told to."""
 
     def __init__(self) -> None:
-        self.marks = self.reached = 0
+        self.marks, self.reached, self.is_current = 0, 0, False
 
     def mark(self) -> Any:
         self.marks += 1
-        number = self.marks
-        return SimpleNamespace(query=lambda: self.reached >= number)
+        return SimpleNamespace(query=partial(self._reached, self.marks))
+
+    @contextmanager
+    def device(self) -> Iterator[None]:
+        self.is_current = True
+        yield
+        self.is_current = False
+
+    def _reached(self, number: int) -> bool:
+        assert self.is_current, "another thread's device is GPU 0"
+        return self.reached >= number
 
 
 def test_the_watchdog_sees_the_collective_that_a_stream_is_in() -> None:
     stream, link = Stream(), World().link
-    waits = StreamWaits(stream.mark)
+    waits = StreamWaits(stream.mark, stream.device)
     link.stream_waits.append(waits.now)
     for name in ("first", "second"):
         waits.add(name, waits.mark())

@@ -4,6 +4,7 @@ import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from hvd_transformer.monitoring.host_usage import HostMemory
 from hvd_transformer.reporting.progress import Silent
 from hvd_transformer.tasks.decoder_task import DecoderTask
 from hvd_transformer.training import batch_size_search
-from hvd_transformer.training.batch_size_search import by_trial, search, settle_batch_size
+from hvd_transformer.training.batch_size_search import _can_try, _leaves_enough, by_trial, search, settle_batch_size
 from hvd_transformer.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,6 +72,27 @@ def test_nothing_of_the_trials_is_left_when_the_real_model_is_built(monkeypatch:
     assert config.training.batch_size == SIZES[-1]
     assert built and [found() for found in built] == [None] * len(built)
     job.close()
+
+
+@pytest.mark.parametrize(
+    ("dp", "words", "tries"),
+    [
+        (1, [], True),
+        (1, ["communication.compression=auto"], True),
+        (2, ["communication.compression=fp16"], True),
+        (2, ["communication.compression=auto"], False),  # its errors may take more memory after some steps
+        (2, ["parallel.optimizer_shard=state"], False),
+    ],
+)
+def test_on_gpus_sizes_are_tried_out_where_later_steps_need_no_more(dp: int, words: list[str], tries: bool) -> None:
+    mesh = SimpleNamespace(dp=dp, tp=1, device=torch.device("cuda", 0))
+    assert _can_try(fixed(*words), mesh) == tries  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("free", "enough"), [(4, False), (6, True)])
+def test_a_trial_leaves_some_of_a_gpu_s_memory(free: int, enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 100))
+    assert _leaves_enough(torch.device("cuda", 0)) == enough
 
 
 @pytest.mark.parametrize("words", [(), ("parallel.pipeline=2", "parallel.partition=uniform")])

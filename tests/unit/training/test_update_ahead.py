@@ -8,6 +8,7 @@ import torch
 from small_job import run, settings, trainer, weights
 
 from hvd_transformer.training import step_stats
+from hvd_transformer.training import trainer as trainer_module
 from hvd_transformer.training.trainer import Diverged, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -18,6 +19,12 @@ def ahead(*words: str) -> Trainer:
     assert job.engine.takes_factor
     job.updates_ahead = True
     return job
+
+
+@pytest.mark.parametrize("queued", [True, False])
+def test_updates_are_queued_ahead_where_the_device_has_a_queue(queued: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_module, "has_streams", lambda device: queued)
+    assert trainer(settings()).updates_ahead == queued
 
 
 @pytest.mark.parametrize(
