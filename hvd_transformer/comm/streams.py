@@ -7,6 +7,9 @@ collective is queued, and its completion is an event for which only the default 
     Horovod's stream    | all-reduce 0 | all-reduce 1 |
     default stream       waits for 0 ..| waits for 1 .|     nothing else runs there, or it would wait, too
     computing           | backward | backward | backward | `adopt`: waits for the default stream |
+
+To allocate, Horovod's thread waits until the default stream has come so far (horovod/torch/adapter_v2.cc): with each
+allgather and all-to-all it is held up by the GPU, and with it whoever waits for it.
 """
 
 from collections.abc import Callable, Sequence

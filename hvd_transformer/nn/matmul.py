@@ -94,8 +94,8 @@ _MOST_TEMPORARY = 1 << 20  # values of a product that is then added to a sum: 4 
 def _uses_onednn(left: Tensor, columns: int, *, into_sum: bool = False) -> bool:
     """Whether oneDNN multiplies left [..., K] and a matrix [K, `columns`]: large float32 matrices on a CPU where it is
     faster, outside of what autograd and autocast record. `into_sum`: the product is added to a sum."""
-    if torch.is_grad_enabled() or left.dtype != torch.float32 or left.device.type != "cpu":
-        return False  # first, as torch.compile cannot trace what asks for the CPU; nor `is_cpu`
+    if torch.is_grad_enabled() or left.dtype != torch.float32 or not left.is_cpu:
+        return False  # first, as torch.compile cannot trace what asks for the CPU
     if not _onednn_is_faster(into_sum) or torch.is_autocast_enabled("cpu"):
         return False
     count, depth = left.numel(), left.size(-1)

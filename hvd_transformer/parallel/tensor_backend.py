@@ -25,7 +25,12 @@ class StageCommunicators(NamedTuple):
 
 def connect_stages(config: Config, world: World, mesh: ParallelMesh) -> StageCommunicators:
     """Connect the tensor group of this rank. Collective. Raises `UserError` on all ranks if they cannot connect."""
-    if not _uses_torch(config.communication.tensor_backend, world, mesh.device):
+    wanted = config.communication.tensor_backend
+    if wanted == "auto" and config.parallel.optimizer_shard == "gradients":
+        # Hosts wait for the replicas' gradients in backward. Sums over NCCL hold up no host, so one would be far ahead,
+        # and Horovod's thread waits there for the GPU with each all-gather, and answers no other rank meanwhile.
+        wanted = "horovod"
+    if not _uses_torch(wanted, world, mesh.device):
         # Horovod brings the collectives of all ranks into one order by their names, so that stages can share a group.
         log.info("tensor groups: Horovod over %s", world.backend_for(mesh.device))
         return StageCommunicators([mesh.tp_group] * len(mesh.devices), lambda: None)

@@ -90,7 +90,7 @@ class AutoWire(Wire):
         self._steps: list[tuple[float, list[Message]]] = []  # with their computation
 
     @property
-    def overflowed(self) -> bool:  # type: ignore[override]
+    def overflowed(self) -> bool:
         return self._inner.overflowed
 
     def begin_step(self, step: int, total_steps: int, scale: float) -> None:

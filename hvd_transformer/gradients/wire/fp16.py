@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hvd_transformer.comm.group import Group
+from hvd_transformer.comm.streams import start_copy
 from hvd_transformer.gradients.wire.feedback import FeedbackWire
 from hvd_transformer.gradients.wire.plain import InTransit, Layout, WireOptions, chunks
 
@@ -41,6 +42,17 @@ class Fp16Wire(FeedbackWire):
         super().__init__(group, layouts, options)
         self._exponents: dict[str, int] = {}  # all ranks' largest gradient is below 2^exponent
         self._peaks: dict[str, Tensor] = {}  # this rank's largest gradient in this step
+        self._read_peaks: Callable[[], Tensor] | None = None  # all ranks' of the last step, by `layouts`; None: read
+        self._overflowed = False
+
+    @property
+    def overflowed(self) -> bool:
+        self._settle()
+        return self._overflowed
+
+    def begin_step(self, step: int, total_steps: int, scale: float) -> None:
+        self._settle()
+        super().begin_step(step, total_steps, scale)
 
     def all_reduce_async(self, gradients: Tensor, name: str) -> InTransit:
         message = self.encode(gradients, name)
@@ -90,19 +102,24 @@ class Fp16Wire(FeedbackWire):
 
     def finish_sending(self) -> None:
         super().finish_sending()
-        places = {name: place for place, name in enumerate(self.layouts)}
-        peaks = torch.zeros(len(places), dtype=torch.float64)
-        for device in {peak.device for peak in self._peaks.values()}:  # at once: a GPU's host waits for each copy
-            own = {name: peak for name, peak in self._peaks.items() if peak.device == device}
-            peaks[[places[name] for name in own]] = torch.stack([*own.values()]).to("cpu", torch.float64)
+        device = next(iter(self.layouts.values())).values.device  # that of the first stage
+        nothing = torch.zeros((), device=device)
+        peaks = torch.stack([self._peaks.get(name, nothing).to(device, non_blocking=True) for name in self.layouts])
         self._peaks.clear()
-        peaks.nan_to_num_(nan=math.inf, posinf=math.inf)
+        peaks = peaks.double().nan_to_num_(nan=math.inf, posinf=math.inf)
         self._wait_peaks = self.group.all_reduce_async_(peaks, "wire.peaks", "max")
 
     def end_step(self) -> None:
-        peaks = dict(zip(self.layouts, self._wait_peaks().tolist(), strict=True))
+        self._read_peaks = start_copy(self._wait_peaks())
+
+    def _settle(self) -> None:
+        """Take what the last step's peaks say: only when it is asked for, so that the host does not wait for a GPU."""
+        if self._read_peaks is None:
+            return
+        read, self._read_peaks = self._read_peaks, None
+        peaks = dict(zip(self.layouts, read().tolist(), strict=True))
         most = {name: peaks[name] * self.group.size * self._scale(name) for name in self._exponents}
-        self.overflowed = max(peaks.values()) < math.inf and max(most.values(), default=0.0) > LARGEST
+        self._overflowed = max(peaks.values()) < math.inf and max(most.values(), default=0.0) > LARGEST
         for name, peak in peaks.items():
             if 0 < peak < math.inf:
                 found = math.frexp(peak)[1]
@@ -110,12 +127,14 @@ class Fp16Wire(FeedbackWire):
                 self._exponents[name] = max(found, self._exponents.get(name, found) - 1)
 
     def state(self) -> dict[str, Any]:
+        self._settle()
         sizes = {name: layout.values.numel() for name, layout in self.layouts.items()}
         exponents = {f"{name}/{sizes[name]}": exponent for name, exponent in self._exponents.items()}
         return {**super().state(), "exponents": exponents}
 
     def load(self, state: Mapping[str, Any]) -> None:
         super().load(state)
+        self._read_peaks = None
         exponents = state.get("exponents", {} if "format" in state else state)  # older checkpoints have these alone
         keys = {f"{name}/{layout.values.numel()}": name for name, layout in self.layouts.items()}
         known = exponents.keys() <= keys.keys()

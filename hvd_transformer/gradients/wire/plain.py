@@ -53,11 +53,15 @@ class Wire:
     """
 
     format = "none"
-    overflowed = False  # in the last step a sum may have overflowed because of the format, not because it diverged
 
     def __init__(self, group: Group, layouts: Mapping[str, Layout], options: WireOptions | None = None) -> None:
         self.group, self.layouts, self.options = group, dict(layouts), options or WireOptions()
         self._to_start: list[_Once[Any]] = []
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether in the last step a sum may have overflowed because of the format, not because it diverged."""
+        return False
 
     def begin_step(self, step: int, total_steps: int, scale: float) -> None:
         """Before the first message of step `step` (from 0): its gradients are multiplied by `scale`."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from small_job import run, settings, trainer
-from stream_checker import CPU, FakeStream, StreamChecker, StreamedHorovod
+from stream_checker import CPU, Clock, FakeStream, StreamChecker, StreamedHorovod
 from torch import Tensor, nn
 
 from hvd_transformer.comm.streams import leave_default_stream, start_copy
@@ -251,6 +251,27 @@ def test_what_is_copied_to_the_host_is_read_when_the_copy_has_ended(checker: Str
     assert not checker.host.covers(stream, copied)
     assert wait().tolist() == [2, 2, 2]
     assert checker.host.covers(stream, copied)
+
+
+@pytest.mark.parametrize("compression", ["fp16", "fp16_fp32_sum"])
+def test_the_host_does_not_wait_for_the_gradients_in_half_precision(
+    checker: StreamChecker, monkeypatch: Patch, compression: str
+) -> None:
+    """It reads their largest ones, which scale those of the next step, when that begins."""
+    config = settings(*SMALL_MESSAGES, f"communication.compression={compression}")
+    job = trainer(config, two_ranks(checker))
+    wire, waited = job.engine.grad_sync.wire, list[bool]()
+    original = wire.end_step
+
+    def end_step() -> None:
+        before = Clock(checker.host)
+        original()
+        waited.append(checker.host != before)
+
+    monkeypatch.setattr(wire, "end_step", end_step)
+    run(job, 3)
+    assert waited == [False] * 3
+    job.close()
 
 
 @pytest.mark.parametrize("aside", [False, True])

@@ -195,6 +195,7 @@ def test_half_precision_on_the_wire_rounds_what_is_sent_from_the_second_step_on(
     for step, dtype in enumerate([torch.float64, torch.float16, torch.float16]):
         plain.zero_grad()
         sync.begin_step()
+        sync.wire.begin_step(step, 3, 1.0)
         sync.expect_last_backward(sync.buffers)
         model(inputs(step)).backward()
         plain(inputs(step)).backward()

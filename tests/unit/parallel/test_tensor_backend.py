@@ -27,9 +27,10 @@ from hvd_transformer.parallel.tensor_parallel import RankTensorGroup
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def library(wanted: str, world: World, device: torch.device) -> tuple[str, int]:
+def library(wanted: str, world: World, device: torch.device, shard: str = "none") -> tuple[str, int]:
     """The library for two stages, and its number of communicators. No GPU and no connection is needed."""
-    config = load(overrides=["parallel.tensor=2", f"communication.tensor_backend={wanted}"])
+    words = [f"communication.tensor_backend={wanted}", f"parallel.optimizer_shard={shard}"]
+    config = load(overrides=["parallel.tensor=2", *words])
     mesh: Any = SimpleNamespace(device=device, devices=(device,) * 2, tp_group=world.group(world.ranks))
     asked: list[str] = []
 
@@ -59,6 +60,14 @@ def test_the_library_follows_from_key_devices_and_torch(
     """With torch each stage has a communicator of its own."""
     with patch.object(dist, "is_nccl_available", lambda: nccl):
         assert library(wanted, FakeWorld(), device) == found
+
+
+@pytest.mark.parametrize(("shard", "found"), [("state", "torch nccl"), ("gradients", "horovod")])
+def test_sharded_gradients_over_horovod_need_tensor_groups_that_hold_up_the_host_as_well(
+    shard: str, found: str
+) -> None:
+    with patch.object(dist, "is_nccl_available", lambda: True):
+        assert library("auto", FakeWorld(), GPU, shard)[0] == found
 
 
 def on_two(wanted: str, nccl_of: Callable[[int], bool]) -> list[Any]:

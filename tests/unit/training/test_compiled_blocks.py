@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hvd_transformer.models.attention import SelfAttention
+from hvd_transformer.models.layers import Block
+from hvd_transformer.nn import matmul
 from hvd_transformer.nn.contracts import Layer
+from hvd_transformer.nn.dropout import dropout_key
+from hvd_transformer.nn.dry_run import assume_gpu
+from hvd_transformer.nn.parallel_layers import WeightGradLayer
 from hvd_transformer.training.compiled_blocks import compile_blocks, why_no_blocks
 
 Compile = Callable[[nn.Module], CompileCounterWithBackend]
@@ -27,7 +32,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compile:
     torch._dynamo.reset()
 
     def compile_as_block(module: nn.Module) -> CompileCounterWithBackend:
-        counter = CompileCounterWithBackend("eager")
+        counter = CompileCounterWithBackend("aot_eager")
         monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=counter, fullgraph=True))
         compile_blocks(SimpleNamespace(model=module, layers=[Layer("block", module, module)]))
         return counter
@@ -58,6 +63,41 @@ def test_attention_to_texts_of_any_length_is_one_graph(compiled: Compile) -> Non
     for values, want in zip(inputs, wanted, strict=True):
         torch.testing.assert_close(attention(values), want)
     assert counter.frame_count == 2  # the first length, and then all others
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_whole_block_is_one_graph(
+    compiled: Compile, precision: str, trains: bool, norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 16-bit copies of its weights, dropout by place and backward, as in training, and as in evaluation."""
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda into_sum: False)  # of CPUs, which compile otherwise
+    torch.manual_seed(1)
+    block = Block(settings("model.dropout=0.1", f"model.norm={norm}").model).train(trains)
+    if precision == "bf16":
+        for layer in block.modules():
+            if isinstance(layer, WeightGradLayer):
+                layer.shadow = layer.weight.detach().bfloat16()
+    inputs = torch.randn(2, 8, 8)
+
+    def results() -> list[Tensor]:
+        hidden = inputs.clone().requires_grad_(trains)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+        with autocast, assume_gpu(), dropout_key(1, 2), torch.set_grad_enabled(trains):
+            found = block(hidden)
+        if not trains:
+            return [found]
+        found.square().sum().backward()
+        grads = [weight.grad for weight in block.parameters()]
+        block.zero_grad(set_to_none=True)
+        return [found, hidden.grad, *grads]
+
+    wanted = results()
+    counter = compiled(block)
+    for own, want in zip(results(), wanted, strict=True):
+        torch.testing.assert_close(own, want, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize(

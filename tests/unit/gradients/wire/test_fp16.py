@@ -62,6 +62,7 @@ def end_step(wire: Wire, every: Tensor) -> None:
     wire.group.largest = every.abs().max().double()[None]
     wire.finish_sending()
     wire.end_step()
+    wire.begin_step(1, 2, 1.0)  # the next one
 
 
 def after_a_step(kind: type[Wire], every: Tensor) -> Wire:
@@ -120,6 +121,7 @@ def test_all_ranks_get_the_same_sum_of_all_or_their_part_of_it(kind: type[Wire],
     def steps(world: World) -> list[Tensor]:
         wire, found = kind(world, layouts({"a": length, "b": 1})), []
         for step, own in enumerate(every[:, world.rank]):
+            wire.begin_step(step, 3, 1.0)
             sent = (wire.reduce_scatter_async if shards else wire.all_reduce_async)(own.clone(), "a")
             assert sent.nbytes == length * (2 if step else 4)
             wire.finish_sending()
@@ -161,7 +163,8 @@ def test_equal_gradients_that_grow_up_to_the_headroom_do_not_overflow_and_beyond
 def test_a_gradient_that_is_no_number_is_no_overflow_of_the_format(wrong: float) -> None:
     def step(world: World) -> tuple[bool, bool]:
         wire = Fp16Wire(world, layouts({"a": 8}))
-        for own in (torch.ones(8), torch.full((8,), wrong if world.rank else 1.0)):
+        for step, own in enumerate((torch.ones(8), torch.full((8,), wrong if world.rank else 1.0))):
+            wire.begin_step(step, 2, 1.0)
             sent = wire.all_reduce_async(own, "a")
             wire.finish_sending()
             before = wire.state()
