@@ -55,9 +55,11 @@ def find_shards(paths: Iterable[Path], origin: str) -> Files:
 
 def is_there(path: Path) -> bool:
     """Whether the path is a file. Raises `UserError` for a link whose target is away: training would do without it."""
+    if path.is_file():
+        return True
     if path.is_symlink() and not path.exists():
         raise UserError(f"{path}: a link to {path.readlink()}, which is not there")
-    return path.is_file()
+    return False
 
 
 def read_pieces(span: TextSpan, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece | Rows]:

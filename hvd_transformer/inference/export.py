@@ -251,7 +251,7 @@ def _generation_file(tokenizer: Tokenizer, known: Path | None = None) -> dict[st
         found = {} if known is None else json.loads(known.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         found = {}
-    before = pretrained.end_tokens(found)
+    before = pretrained.eos_token_ids(found)
     ends = list(dict.fromkeys([*before, *end_tokens(tokenizer)]))
     if len(ends) == len(before) or ends == [tokenizer.document_end]:
         return {}

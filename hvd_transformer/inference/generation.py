@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.models.attention import KVCache
 from hvd_transformer.models.language_model import LanguageModel
-from hvd_transformer.models.pretrained import end_tokens
+from hvd_transformer.models.pretrained import eos_token_ids
 
 _WINDOW = 512  # prompts that are ordered by length
 
@@ -168,7 +168,7 @@ def generate_in_batches(
 def _last_tokens(model: nn.Module) -> set[int]:
     """The tokens that end a text, from the configuration of a model of transformers."""
     config = getattr(model, "generation_config", None)
-    return set() if config is None else set(end_tokens(vars(config)))
+    return set() if config is None else set(eos_token_ids(vars(config)))
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

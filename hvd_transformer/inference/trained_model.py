@@ -107,7 +107,7 @@ def load_trained(path: Path, task: str, device: str = "cpu") -> Trained:
 def _ends(folder: Path) -> tuple[int, ...]:
     """By the folder's generation_config.json; none by one that is damaged, which transformers ignores, too."""
     try:
-        found = pretrained.end_tokens(json.loads((folder / pretrained.GENERATION).read_text(encoding="utf-8")))
+        found = pretrained.eos_token_ids(json.loads((folder / pretrained.GENERATION).read_text(encoding="utf-8")))
         return tuple(number for number in found if type(number) is int)
     except (OSError, ValueError, AttributeError):
         return ()

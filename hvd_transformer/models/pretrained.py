@@ -20,7 +20,7 @@ OURS = "hvd_transformer"  # our key in config.json of an exported folder
 GENERATION = "generation_config.json"
 
 
-def end_tokens(generation: Mapping[str, Any]) -> list[int]:
+def eos_token_ids(generation: Mapping[str, Any]) -> list[int]:
     """The tokens that end a text by a generation_config.json."""
     found = generation.get("eos_token_id")
     return [] if found is None else found if isinstance(found, list) else [found]

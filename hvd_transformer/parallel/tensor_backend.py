@@ -26,7 +26,7 @@ class StageCommunicators(NamedTuple):
 def connect_stages(config: Config, world: World, mesh: ParallelMesh) -> StageCommunicators:
     """Connect the tensor group of this rank. Collective. Raises `UserError` on all ranks if they cannot connect."""
     wanted = config.communication.tensor_backend
-    if wanted == "auto" and config.parallel.optimizer_shard == "gradients":
+    if wanted == "auto" and config.parallel.optimizer_shard == "gradients" and mesh.dp > 1:
         # Hosts wait for the replicas' gradients in backward. Sums over NCCL hold up no host, so one would be far ahead,
         # and Horovod's thread waits there for the GPU with each all-gather, and answers no other rank meanwhile.
         wanted = "horovod"

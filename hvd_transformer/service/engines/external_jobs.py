@@ -166,6 +166,7 @@ class ExternalJobs:
                 with suppress(UserError):  # it is being cancelled
                     since = self._waited.get(attempt.job, 0.0)
                     self._store.begin_external(attempt.job, attempt.number, found.words, since)
+                    self._waited.pop(attempt.job, None)
             else:
                 words[attempt] = found.words
         self._tell(words)

@@ -27,11 +27,11 @@ from hvd_transformer.parallel.tensor_parallel import RankTensorGroup
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def library(wanted: str, world: World, device: torch.device, shard: str = "none") -> tuple[str, int]:
+def library(wanted: str, world: World, device: torch.device, shard: str = "none", dp: int = 2) -> tuple[str, int]:
     """The library for two stages, and its number of communicators. No GPU and no connection is needed."""
     words = [f"communication.tensor_backend={wanted}", f"parallel.optimizer_shard={shard}"]
     config = load(overrides=["parallel.tensor=2", *words])
-    mesh: Any = SimpleNamespace(device=device, devices=(device,) * 2, tp_group=world.group(world.ranks))
+    mesh: Any = SimpleNamespace(dp=dp, device=device, devices=(device,) * 2, tp_group=world.group(world.ranks))
     asked: list[str] = []
 
     def connect(world: World, group: Any, backend: str, devices: Any) -> Any:
@@ -62,12 +62,15 @@ def test_the_library_follows_from_key_devices_and_torch(
         assert library(wanted, FakeWorld(), device) == found
 
 
-@pytest.mark.parametrize(("shard", "found"), [("state", "torch nccl"), ("gradients", "horovod")])
+@pytest.mark.parametrize(
+    ("shard", "dp", "found"),
+    [("state", 2, "torch nccl"), ("gradients", 1, "torch nccl"), ("gradients", 2, "horovod")],
+)
 def test_sharded_gradients_over_horovod_need_tensor_groups_that_hold_up_the_host_as_well(
-    shard: str, found: str
+    shard: str, dp: int, found: str
 ) -> None:
     with patch.object(dist, "is_nccl_available", lambda: True):
-        assert library("auto", FakeWorld(), GPU, shard)[0] == found
+        assert library("auto", FakeWorld(), GPU, shard, dp)[0] == found
 
 
 def on_two(wanted: str, nccl_of: Callable[[int], bool]) -> list[Any]:
