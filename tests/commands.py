@@ -33,6 +33,7 @@ _MODULES = {"hvd-train": "train", "hvd-transformer": "main"}
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _TORCH_SEED = 67280421310721  # torch's own, of a new process
 _THREAD_SECONDS = 30.0
+_LIBRARIES = tuple(path for path in sys.path if path)  # also what PYTHONPATH or a .pth file names
 
 
 def command(
@@ -167,7 +168,7 @@ class _Exit:
 
 def _forget_plugins(modules: Mapping[str, Any]) -> None:
     """What was imported from where the user stood: the next one may have another file of that name."""
-    installed = tuple(filter(None, {sys.prefix, sys.base_prefix, str(Path(__file__).parent.parent)}))
+    installed = (sys.prefix, sys.base_prefix, str(Path(__file__).parent.parent), *_LIBRARIES)
     for name in sys.modules.keys() - modules.keys():
         file = getattr(sys.modules[name], "__file__", None)
         if file and not str(Path(file).resolve()).startswith(tuple(str(Path(path).resolve()) for path in installed)):
