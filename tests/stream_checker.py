@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hvd_transformer.checkpoint import capture
 from hvd_transformer.comm import streams
 from hvd_transformer.gradients import local_steps, sync
 
@@ -74,6 +75,21 @@ class FakeStream:
         self._checker.host.join(self.clock)
 
 
+class FakeRuntime:
+    """Which memory of the host a GPU may write itself."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}  # bytes by address
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.pinned[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
 @dataclass
 class _Memory:
     """A block: who uses it up to which place in their streams, and what the last use was."""
@@ -110,6 +126,7 @@ class StreamChecker:
         self.names: list[str] = []
         self.host = Clock()  # what some thread of the host has waited for
         self.default = FakeStream(self, name="default")
+        self.runtime = FakeRuntime()
         self.lock = threading.RLock()
         self._memory: dict[int, _Memory] = {}
         self._thread = _Thread()
@@ -238,6 +255,12 @@ class StreamChecker:
     def set_stream(self, stream: FakeStream) -> None:
         self.stack[-1] = stream
 
+    def host_may_read(self, tensor: Tensor) -> bool:
+        """Whether the host has waited for what was queued to write it."""
+        with self.lock:
+            written = self._of(tensor).written
+            return written is None or self.host.covers(*written)
+
     def record_stream(self, tensor: Tensor, stream: FakeStream) -> None:
         with self.lock:
             self._of(tensor).recorded.add(stream)
@@ -251,8 +274,9 @@ class StreamChecker:
             self.stack[-1].synchronize()
             return tolist(tensor)
 
-        for module in (streams, sync, local_steps):
+        for module in (capture, streams, sync, local_steps):
             monkeypatch.setattr(module, "has_streams", lambda device: True)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self.runtime)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device=CPU: FakeStream(self, device))
         monkeypatch.setattr(torch.cuda, "stream", self.on)
         monkeypatch.setattr(torch.cuda, "set_stream", self.set_stream)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from commands import Done, command
 from test_command_line import refused_without_torch, told
 
@@ -48,6 +49,13 @@ def test_train_prints_a_step_and_its_parts_and_writes_constants(tmp_path: Path) 
     constants = load(str(tmp_path / ".cache" / "hvd-transformer" / "constants.yaml"))
     assert constants.training_fraction.keys() == {"fp32"} and constants.optimizer_seconds
     assert not constants.links  # `bench allreduce` adds them
+
+
+def test_what_does_not_use_its_gpus_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, cpu = "training.device=auto: two GPUs, but why", (torch.device("cpu"),)
+    monkeypatch.setattr("hvd_transformer.parallel.mesh.choose_devices", lambda *_: (cpu, told))
+    done = bench(tmp_path, "train", "--seconds", "0.01", "--vocab-size", "50", *SMALL)
+    assert done.stdout.count(f"warning: {told}\n") == 1
 
 
 def test_checkpoint_prints_speeds_and_leaves_nothing(tmp_path: Path) -> None:

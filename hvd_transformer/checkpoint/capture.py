@@ -19,6 +19,7 @@ from hvd_transformer.checkpoint.shards import TensorShard, overlap
 from hvd_transformer.checkpoint.store import FORMAT, MODEL, OPTIMIZER, OUTER, WIRE, Snapshot
 from hvd_transformer.checkpoint.tensor_file import FilePart
 from hvd_transformer.comm.group import Group
+from hvd_transformer.comm.streams import has_streams
 from hvd_transformer.parallel.engine import Engine
 
 
@@ -129,7 +130,7 @@ class _Copy:
         self.files, self._own, self._swap = files, own, swap
         spans = files.spans(rank)
         self.part, self._targets = _allocate(files, spans, writers, rank)
-        if device := next((shard.values.device for shard in own.values() if shard.values.is_cuda), None):
+        if device := next((shard.values.device for shard in own.values() if has_streams(shard.values.device)), None):
             for _, block in self.part.blocks:
                 _pin(block, device)
         # The engine's tensors stay where they are.
@@ -144,8 +145,8 @@ class _Copy:
         """Collective."""
         for target, source in self._pairs:
             target.copy_(source, non_blocking=True)
-        for device in {source.device for _, source in self._pairs if source.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # the next update changes the values
+        for device in filter(has_streams, {source.device for _, source in self._pairs}):
+            torch.cuda.current_stream(device).synchronize()  # from now on the host reads the copies
         if self._swap is not None:
             exchange(self._swap.group, self._own, self._swap.held, self._wanted, self._targets)
 

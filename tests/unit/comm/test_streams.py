@@ -1,5 +1,6 @@
 """No stream uses another one's memory too early or too late, and each line that sees to it is needed."""
 
+import gc
 import linecache
 import sys
 from collections.abc import Callable, Iterator
@@ -251,6 +252,20 @@ def test_what_is_copied_to_the_host_is_read_when_the_copy_has_ended(checker: Str
     assert not checker.host.covers(stream, copied)
     assert wait().tolist() == [2, 2, 2]
     assert checker.host.covers(stream, copied)
+
+
+def test_a_checkpoint_is_read_when_its_copies_have_ended(checker: StreamChecker) -> None:
+    """They are written to memory that the GPU may write itself, until it is given back."""
+    job = trainer(settings(), two_ranks(checker))
+    run(job, 2)
+    parts = job.capture("", 0, best=False).parts
+    blocks = [block for part in parts.values() for _, block in part.blocks]
+    assert len(blocks) > 1 and all(map(checker.host_may_read, blocks))
+    assert checker.runtime.pinned == {block.data_ptr(): block.nbytes for block in blocks}
+    job.close()
+    del job, parts, blocks
+    gc.collect()
+    assert not checker.runtime.pinned
 
 
 @pytest.mark.parametrize("compression", ["fp16", "fp16_fp32_sum"])

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from fake_gpu import GPU, operators_called
 from small_job import run, settings, trainer, weights
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -182,3 +183,13 @@ def test_a_step_of_any_length_holds_no_more_rows_than_the_matrix_twice(count: in
     again = torch.zeros_like(matrix)
     grad.add(again)
     assert not again.any()  # the next step begins with nothing
+
+
+def test_a_gpu_adds_rows_in_an_order_that_repeats() -> None:
+    """`index_add_` adds them as they come there. All at once: each call makes a whole matrix."""
+    with operators_called() as called:
+        matrix = torch.empty(10, 4, device=GPU)
+        held = [(torch.empty(6, dtype=torch.int64, device=GPU), torch.empty(6, 4, device=GPU)) for _ in range(3)]
+        embedding_grads._add_all(matrix, held)
+    assert called.count("embedding_dense_backward.default") == 1
+    assert not [name for name in called if name.startswith(("index_", "scatter_"))]

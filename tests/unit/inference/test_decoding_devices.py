@@ -1,6 +1,7 @@
 """Decoding with a pipeline's model: on several devices it finds what it finds on one."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,3 +127,24 @@ def test_nothing_moves_and_no_hook_stays_on_one_device() -> None:
     several = spread(text_job(*PIPED))
     several.text_samples("valid")
     assert not any(module._forward_pre_hooks for module in several.task.model.modules())
+
+
+def test_decoding_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that grow would be compiled anew for many lengths."""
+    stances: list[str] = []
+
+    def stance(name: str) -> Any:
+        stances.append(name)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.compiler, "set_stance", stance)
+    job = text_job()
+    job.config = job.config.model_copy(update={"training": job.config.training.model_copy(update={"compile": True})})
+    for devices in (job.mesh.devices, (torch.device("cuda", 0),)):
+        job.mesh = replace(job.mesh, devices=devices)
+        job.text_samples("valid")
+    assert stances == ["force_eager"]
+    monkeypatch.setattr(job, "_pinned", lambda batch: batch)
+    job.evaluate("valid")
+    assert stances == ["force_eager"] * 2
+    job.close()

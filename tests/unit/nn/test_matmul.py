@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_gpu import GPU, operators_called
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -272,3 +273,20 @@ def test_the_users_choice_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     products.limit_onednn_caches()
     assert os.environ["LRU_CACHE_CAPACITY"] == "7"
     assert os.environ.pop("ONEDNN_PRIMITIVE_CACHE_CAPACITY") == "64"
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.skipif(not products._HAS_FLOAT32_OUT, reason="this torch has no such product")
+def test_on_a_gpu_products_of_16_bits_are_written_to_float32(dtype: torch.dtype, first: bool) -> None:
+    """Not rounded to 16 bits, and not added up in a matrix of their own."""
+    with operators_called() as called:
+        grad, values, out = (
+            torch.empty(size, device=GPU, dtype=dtype or torch.float32)
+            for size, dtype in (((8, 16), dtype), ((8, 4), dtype), ((16, 4), None))
+        )
+        called.clear()
+        assert matmul(grad.t(), values, torch.float32).dtype == torch.float32
+        weight_grad_(out, grad, values, first=first)
+    assert [name for name in called if "mm" in name] == ["mm.dtype", "addmm.dtype_out"]
+    assert not any(name.startswith(("_to_copy", "add_", "copy_")) for name in called)

@@ -119,3 +119,17 @@ def test_it_is_torchs_own_layer_otherwise() -> None:
     linear.weight_grads = None
     linear(values).sum().backward()
     assert linear.weight.grad is not None and not taken
+
+
+def test_products_take_the_weight_in_16_bits() -> None:
+    """The optimizer has written it: no cast at each call."""
+    linear, _, taken = pair(dtype=torch.float32)
+    linear.shadow = (2 * linear.weight).bfloat16()
+    values = torch.randn(4, 5, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = linear(values)
+    wanted = torch.nn.functional.linear(values.bfloat16(), linear.shadow, linear.bias.bfloat16())
+    torch.testing.assert_close(result, wanted)
+    result.sum().backward()
+    torch.testing.assert_close(values.grad, linear.shadow.float().sum(0).expand(4, 5), rtol=1e-2, atol=1e-2)
+    assert len(taken) == 1

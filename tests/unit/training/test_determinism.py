@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import command
 from small_job import run as take_steps
 from small_job import settings, trainer, weights
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -114,6 +115,21 @@ def test_a_job_that_does_not_use_its_gpus_says_so_once(
     run_job(job(tmp_path), monkeypatch)
     assert capfd.readouterr().out.count(f"warning: {told}\n") == 1
     assert (tmp_path / "run" / "logs" / "rank-000.log").read_text().count(f"WARNING {told}\n") == 1
+
+
+def test_an_evaluation_does_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_job(job(tmp_path, "training.deterministic=true"), monkeypatch)
+    torch.use_deterministic_algorithms(False)
+    chosen: list[bool] = []
+
+    def devices(*_: Any) -> tuple[tuple[torch.device, ...], str]:
+        chosen.append(torch.are_deterministic_algorithms_enabled())
+        return (torch.device("cpu"),), "training.device=auto: two GPUs, but why"
+
+    monkeypatch.setattr("hvd_transformer.parallel.mesh.choose_devices", devices)
+    done = command("hvd-transformer", "evaluate", tmp_path / "run")
+    assert done.returncode == 0 and chosen == [True]
+    assert (done.stdout + done.stderr).count("warning: training.device=auto: two GPUs, but why\n") == 1
 
 
 JOBS = {

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -435,3 +436,20 @@ def test_a_step_and_an_evaluation_compute_on_what_was_pinned(monkeypatch: pytest
     of_pinned = {id(tensor) for batch in pinned for tensor in batch.inputs}
     assert len(used) > 2
     assert all(id(tensor) in of_pinned for batch in used for tensor in batch.inputs)
+
+
+def test_batches_for_a_gpu_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[Tensor] = []
+
+    def pin_memory(tensor: Tensor) -> Tensor:
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    job = trainer(settings())
+    batch = job.task.micro_batch(job.task.batch(0, range(2)))
+    assert job._pinned(batch) is batch and not pinned
+    job.mesh = replace(job.mesh, devices=(torch.device("cuda", 0),))
+    found = job._pinned(batch)
+    assert [id(tensor) for tensor in (*found.inputs, *found.targets)] == [id(tensor) for tensor in pinned]
+    job.close()
