@@ -8,8 +8,9 @@ collective is queued, and its completion is an event for which only the default 
     default stream       waits for 0 ..| waits for 1 .|     nothing else runs there, or it would wait, too
     computing           | backward | backward | backward | `adopt`: waits for the default stream |
 
-To allocate, Horovod's thread waits until the default stream has come so far (horovod/torch/adapter_v2.cc): with each
-allgather and all-to-all it is held up by the GPU, and with it whoever waits for it.
+Over NCCL no thread waits for a GPU there: Horovod's stream waits for an event of the default stream, on which the
+result is allocated (`AllocateOutput` in horovod/common/ops/nccl_operations.cc). Over a CUDA-aware MPI its thread waits
+for each collective, and answers no other rank meanwhile.
 """
 
 from collections.abc import Callable, Sequence

@@ -26,9 +26,10 @@ class StageCommunicators(NamedTuple):
 def connect_stages(config: Config, world: World, mesh: ParallelMesh) -> StageCommunicators:
     """Connect the tensor group of this rank. Collective. Raises `UserError` on all ranks if they cannot connect."""
     wanted = config.communication.tensor_backend
-    if wanted == "auto" and config.parallel.optimizer_shard == "gradients" and mesh.dp > 1:
+    sharded = config.parallel.optimizer_shard == "gradients" and mesh.dp > 1
+    if wanted == "auto" and sharded and world.backend_for(mesh.device) == "mpi":
         # Hosts wait for the replicas' gradients in backward. Sums over NCCL hold up no host, so one would be far ahead,
-        # and Horovod's thread waits there for the GPU with each all-gather, and answers no other rank meanwhile.
+        # and Horovod's thread, which waits for the GPU over MPI, would answer no other rank meanwhile.
         wanted = "horovod"
     if not _uses_torch(wanted, world, mesh.device):
         # Horovod brings the collectives of all ranks into one order by their names, so that stages can share a group.

@@ -38,6 +38,6 @@ class CommunicationConfig(Section):
     tensor_backend: Literal["auto", "horovod", "torch"] = changeable(
         "auto",
         "what sums the activations of tensor-parallel ranks: horovod; torch: torch.distributed, over gloo between CPUs "
-        "and over NCCL between GPUs, where no layer waits on the CPU; auto: torch over NCCL where that is possible "
-        "and parallel.optimizer_shard is not gradients, otherwise horovod",
+        "and over NCCL between GPUs, where no layer waits on the CPU; auto: torch over NCCL where that is possible, "
+        "otherwise horovod",
     )

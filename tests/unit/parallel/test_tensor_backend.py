@@ -63,14 +63,21 @@ def test_the_library_follows_from_key_devices_and_torch(
 
 
 @pytest.mark.parametrize(
-    ("shard", "dp", "found"),
-    [("state", 2, "torch nccl"), ("gradients", 1, "torch nccl"), ("gradients", 2, "horovod")],
+    ("shard", "dp", "sends_over", "found"),
+    [
+        ("state", 2, "mpi", "torch nccl"),
+        ("gradients", 1, "mpi", "torch nccl"),
+        ("gradients", 2, "nccl", "torch nccl"),
+        ("gradients", 2, "mpi", "horovod"),
+    ],
 )
-def test_sharded_gradients_over_horovod_need_tensor_groups_that_hold_up_the_host_as_well(
-    shard: str, dp: int, found: str
+def test_no_host_is_ahead_of_those_whose_horovod_waits_for_the_gpu(
+    shard: str, dp: int, sends_over: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    world = FakeWorld()
+    monkeypatch.setattr(world, "backend_for", lambda device: sends_over)
     with patch.object(dist, "is_nccl_available", lambda: True):
-        assert library("auto", FakeWorld(), GPU, shard, dp)[0] == found
+        assert library("auto", world, GPU, shard, dp)[0] == found
 
 
 def on_two(wanted: str, nccl_of: Callable[[int], bool]) -> list[Any]:
