@@ -1,0 +1,96 @@
+"""Ranks on cards of their own, over NCCL: they train as one rank on the CPU does."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import relative_difference, steps, summary, tiny, weights, write_corpus
+from worlds import Worlds
+
+DEVICE = "cuda"
+CARDS = torch.cuda.device_count()
+
+
+def _has_nccl() -> bool:
+    if CARDS < 2:  # Horovod is not imported for nothing
+        return False
+    try:
+        import horovod.torch as hvd
+    except ImportError:
+        return False
+    return bool(hvd.nccl_built())
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CARDS < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(not _has_nccl(), reason="needs Horovod with NCCL"),
+]
+
+# The replicas of each, and settings.
+LAYOUTS = {
+    "replicas": (2, []),
+    "small buckets": (2, ["communication.bucket_mb=0.001", "communication.embedding_rows=always"]),
+    "zero-1": (2, ["parallel.optimizer_shard=state"]),
+    "zero-2": (2, ["parallel.optimizer_shard=gradients", "communication.bucket_mb=0.001"]),
+    "tensor": (1, ["parallel.tensor=2", "parallel.vocab_parallel=true"]),
+    "tensor over Horovod": (1, ["parallel.tensor=2", "communication.tensor_backend=horovod"]),
+}
+SAMPLES, LAST = 8, "training.max_steps=10"
+
+
+def job(source: Path, folder: Path, replicas: int, *words: str) -> list[str]:
+    return [
+        *tiny(source),
+        f"training.device={DEVICE}",
+        f"training.batch_size={SAMPLES // replicas}",
+        "training.precision=fp64",
+        "model.dropout=0",  # which depends on the round
+        "optimizer.lr_scaling=none",
+        "optimizer.schedule=constant",
+        "training.text_samples=0",
+        "checkpoint.every_steps=5",
+        f"output_dir={folder}",
+        *words,
+    ]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text", train=2000)
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(source: Path, tmp_path_factory: pytest.TempPathFactory, world: Worlds) -> Path:
+    run = tmp_path_factory.mktemp("reference") / "run"
+    world(1).train(job(source, run, 1, LAST, "training.device=cpu"))
+    return run
+
+
+def check(run: Path, wanted: Path) -> None:
+    for (step, *found), (other, *expected) in zip(
+        *(steps(each, "loss", "grad_norm") for each in (run, wanted)), strict=True
+    ):
+        assert step == other and found == pytest.approx(expected, rel=1e-9)
+    assert relative_difference(weights(run), weights(wanted)) < 1e-9
+    assert summary(run)["valid_loss"] == pytest.approx(summary(wanted)["valid_loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_cards_train_as_the_cpu_does(
+    world: Worlds, source: Path, on_the_cpu: Path, tmp_path: Path, layout: str
+) -> None:
+    replicas, words = LAYOUTS[layout]
+    run = tmp_path / "run"
+    world(2).train(job(source, run, replicas, LAST, *words))
+    check(run, on_the_cpu)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_job_goes_on_as_if_it_had_not_ended(
+    world: Worlds, source: Path, on_the_cpu: Path, tmp_path: Path, layout: str
+) -> None:
+    replicas, words = LAYOUTS[layout]
+    run = tmp_path / "run"
+    world(2).train(job(source, run, replicas, "training.max_steps=5", *words), job(source, run, replicas, LAST, *words))
+    check(run, on_the_cpu)
