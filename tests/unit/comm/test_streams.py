@@ -250,8 +250,9 @@ def test_what_is_copied_to_the_host_is_read_when_the_copy_has_ended(checker: Str
     stream = checker.stack[-1]
     copied = stream.clock[stream]
     assert not checker.host.covers(stream, copied)
-    assert wait().tolist() == [2, 2, 2]
+    found = wait()
     assert checker.host.covers(stream, copied)
+    assert found.tolist() == [2, 2, 2]
 
 
 def test_a_checkpoint_is_read_when_its_copies_have_ended(checker: StreamChecker) -> None:
