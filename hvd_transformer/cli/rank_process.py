@@ -63,7 +63,7 @@ def _run(command: str, work: "Work", rank: int, watchdog: "Watchdog", groups: Se
     from hvd_transformer.training.out_of_memory import OutOfMemory
     from hvd_transformer.training.process import StopRequest
     from hvd_transformer.training.session import NotSaved
-    from hvd_transformer.training.trainer import Diverged
+    from hvd_transformer.training.training_step import Diverged
 
     stop = StopRequest()
     try:

@@ -31,7 +31,8 @@ from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.state import StepResult, Wishes
 from hvd_transformer.training.step_costs import StepCosts, show_costs
 from hvd_transformer.training.summary import finite, of_split, run_summary
-from hvd_transformer.training.trainer import Diverged, Trainer
+from hvd_transformer.training.trainer import Trainer
+from hvd_transformer.training.training_step import Diverged, TrainingStep
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class Session:
         state = self.trainer.state
         self.progress.start(self.trainer.total_steps, state.step)
         stopped, stop.on_first = False, partial(self._answer, stop)
+        queued: list[TrainingStep] = []
         timeline, file = self.trainer.engine.timeline, self.run.path / f"timeline-{self.world.rank:03d}.json"
         profiled = ProfiledSteps(timeline, file, self.warn, wanted=self.config.profile)
         try:
@@ -107,11 +109,11 @@ class Session:
                 log_due = self._log_due(state.step + 1)
                 wishes = Wishes(bool(stop), self._save_due_by_time(), log_due and self.stragglers.due)
                 costs = self.costs.take() if log_due else ()
-                result = self.trainer.step(plan, wishes, costs, report=self._report_due(plan))
+                queued.append(self.trainer.queue(plan, wishes, costs, report=self._report_due(plan)))
                 profiled.end(number)
-                self._record(result)
-                best, stopped = False, result.totals.wishes.stop
-                saves = result.totals.wishes.save or stopped or self._save_due()
+                found = self._read(queued)
+                best, stopped = False, found.stop
+                saves = found.save or stopped or self._save_due()
                 if not stopped and self._evaluation_due():
                     if saves and self.evaluation_seconds > _LONG_EVALUATION:  # the job may be killed in it
                         self.save(best=False)
@@ -237,6 +239,20 @@ class Session:
         log.warning(text)
         self.progress.message(f"warning: {text}")
 
+    def _read(self, queued: list[TrainingStep]) -> Wishes:
+        """Record the steps that are queued, and return what any rank wished for in them. The last one may stay queued
+        while the next one is started, unless something follows it that needs its result. Collective."""
+        needed = self.config.profile or self._save_due() or self._evaluation_due()
+        keep = 1 if self.trainer.reads_late and not needed else 0
+        stop = save = False
+        while len(queued) > keep:
+            result = queued.pop(0).result()
+            self._record(result)
+            stop, save = stop or result.totals.wishes.stop, save or result.totals.wishes.save
+            if stop or save:
+                keep = 0
+        return Wishes(stop, save)
+
     def _record(self, result: StepResult) -> None:
         state, totals = self.trainer.state, result.totals
         state.seconds += result.seconds
@@ -248,15 +264,15 @@ class Session:
             interval["loss"] += totals.loss * totals.targets
             interval["count"] += totals.targets
             known = totals.loss, interval["count"] / interval["seconds"]
-        self.heartbeat.stepped(state.step, *known)
+        self.heartbeat.stepped(result.step, *known)
         slowest = self._compare_work() if totals.wishes.compare else {}
         self.stragglers.add(result.work, result.seconds)
         self.costs.add(result)
         if news := self.trainer.engine.grad_sync.wire.take_news():
             log.info(news)
             self.progress.message(news)
-        due = self._log_due(state.step)
-        if not interval["count"] or (not due and state.step > 1):
+        due = self._log_due(result.step)
+        if not interval["count"] or (not due and result.step > 1):
             return
         loss = interval["loss"] / interval["count"]
         speed = interval["count"] / interval["seconds"]
@@ -266,19 +282,19 @@ class Session:
         more = {} if shown is None else {"perplexity": shown}
         costs = self.costs.metrics(totals.costs) if due else {}
         mfu = self.heartbeat.mfu = costs.get("mfu")
-        self.progress.step(state.step, result.epoch + 1, loss, shown, result.learning_rate, speed, task.unit, mfu)
+        self.progress.step(result.step, result.epoch + 1, loss, shown, result.learning_rate, speed, task.unit, mfu)
         milliseconds = 1000 * interval["seconds"] / interval["steps"]
         log.info(
             "epoch %d, step %d of %d, lr %.3e, %.1f ms a step, loss %.5f, gradient norm %.4f",
-            result.epoch + 1, state.step, self.trainer.total_steps, result.learning_rate, milliseconds, loss,
+            result.epoch + 1, result.step, self.trainer.total_steps, result.learning_rate, milliseconds, loss,
             result.grad_norm,
         )  # fmt: skip
         if costs:
-            log.info("step %d: %s", state.step, show_costs(costs))
+            log.info("step %d: %s", result.step, show_costs(costs))
         if self.metrics is not None:
             self.run.check()
             self.metrics.write(
-                state.step,
+                result.step,
                 epoch=result.epoch + 1,
                 samples=state.samples,
                 loss=loss,

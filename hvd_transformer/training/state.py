@@ -54,14 +54,17 @@ class TrainState:
         if training.global_batch_size is None:  # without effect now: later it counts from here
             self.rate_batch_size = training.batch_samples
 
-    def advance(self, remaining: Intervals, samples: int, targets: int) -> None:
+    def advance(self, remaining: Intervals) -> None:
         """Count one more step; `remaining` is what is left of its epoch."""
         self.step += 1
-        self.samples += samples
-        self.targets += targets
         self.remaining = remaining or None
         if not remaining:
             self.epoch += 1
+
+    def count(self, samples: int, targets: int) -> None:
+        """Count the samples and targets of a step, over all ranks."""
+        self.samples += samples
+        self.targets += targets
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> "TrainState":
@@ -106,6 +109,7 @@ class StepTotals(NamedTuple):
 class StepResult(NamedTuple):
     """The result of one step."""
 
+    step: int  # counted from 1
     epoch: int  # counted from 0
     totals: StepTotals
     grad_norm: float
@@ -113,5 +117,5 @@ class StepResult(NamedTuple):
     seconds: float  # on this rank
     work: float  # seconds of these in which this rank did not wait for others
     data: float  # of `work`: seconds for the batches
-    update: float  # of `work`: seconds for norm, clip and optimizer
+    update: float  # of `work`: seconds for norm, clip and optimizer, if no other step was queued meanwhile
     flops: float = 0.0  # of this replica, in forward and backward without recomputing; 0: not known

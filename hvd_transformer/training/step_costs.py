@@ -49,24 +49,22 @@ class StepCosts:
         host = (0.0, *HostUsage(0.0, 0.0, 0.0)) if usage is None else (1.0, *usage)
         memory = [0.0] * self._world.size
         memory[self._world.rank] = float(self._peak_memory())
-        own = [self._flops, self._seconds, self._data, self._communication, *host, *memory]
-        self._steps_taken = self._steps
+        own = [float(self._steps), self._flops, self._seconds, self._data, self._communication, *host, *memory]
         self._begin()
         return own
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         """The values for metrics.jsonl, from the sums over the ranks of what they last took; none before any step."""
-        steps, size = self._steps_taken, self._world.size
+        steps, flops, seconds, data, communication, hosts, cpu, sent, received, *memory = sums
         if not steps:
             return {}
-        flops, seconds, data, communication, hosts, cpu, sent, received, *memory = sums
         found: dict[str, float] = {}
         if self._peak is not None and flops:
             found["mfu"] = flops / seconds / (self._devices * self._peak)
         found["peak_memory_bytes"] = int(max(memory))
-        found["data_wait_milliseconds"] = 1000 * data / size / steps
-        if size > 1:  # alone, a GPU computes while the host waits
-            found["communication_wait_milliseconds"] = 1000 * communication / size / steps
+        found["data_wait_milliseconds"] = 1000 * data / steps
+        if self._world.size > 1:  # alone, a GPU computes while the host waits
+            found["communication_wait_milliseconds"] = 1000 * communication / steps
         if hosts:
             found["host_cpu_share"] = cpu / hosts
             found["network_sent_bytes_per_second"] = sent / hosts

@@ -1,15 +1,6 @@
-"""The training step and the evaluation, for all tasks.
+"""A job's model, optimizer and data on one rank: steps, evaluations, and what a checkpoint holds, for all tasks."""
 
-One step of a rank: each accumulation step is cut into micro-batches, which stream through the pipeline:
-
-    accumulation step 1             accumulation step 2
-    forward backward | … | forward backward | forward     backward       | update
-                                                        buckets, sums ==== |           (Horovod)
-"""
-
-import logging
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -31,8 +22,6 @@ from hvd_transformer.config.batch_size import rate_replicas
 from hvd_transformer.config.schema import Config, flatten
 from hvd_transformer.data.sampler import StepPlan
 from hvd_transformer.errors import UserError
-from hvd_transformer.gradients.optimizer import clip_factor
-from hvd_transformer.gradients.update_factor import update_factor
 from hvd_transformer.models.lora import CHANGED_BASE
 from hvd_transformer.nn.contracts import MicroBatch
 from hvd_transformer.parallel.engine import Engine
@@ -43,31 +32,9 @@ from hvd_transformer.planning.partition import choose_partition
 from hvd_transformer.tasks.metrics import Evaluation, evaluate, together
 from hvd_transformer.tasks.task import Batch, Task, split_batch
 from hvd_transformer.training.job_setup import build_model
-from hvd_transformer.training.lr_schedule import learning_rate
-from hvd_transformer.training.moment import Moment
 from hvd_transformer.training.prefetch import Prefetch
-from hvd_transformer.training.state import NO_WISHES, StepResult, StepTotals, Sums, TrainState, Wishes
-from hvd_transformer.training.step_stats import StepStats
-
-log = logging.getLogger(__name__)
-
-
-class Diverged(RuntimeError):
-    """The loss or the gradient is no longer a number."""
-
-    def __init__(self, step: int, problem: str) -> None:
-        super().__init__(
-            f"step {step}: {problem}; a lower optimizer.lr, more optimizer.warmup_steps or a smaller "
-            "optimizer.clip_norm may help"
-        )
-
-    @classmethod
-    def in_step(cls, step: int, loss: float, norm: float) -> "Diverged":
-        return cls(step, f"the loss is {loss} and the gradient's norm {norm}")
-
-
-# Skipped steps in a row whose loss, and not only its gradient, is no number: the scale of the loss is not the reason.
-_MOST_WITHOUT_LOSS = 3
+from hvd_transformer.training.state import NO_WISHES, StepResult, Sums, TrainState, Wishes
+from hvd_transformer.training.training_step import TrainingStep
 
 
 class Trainer:
@@ -101,8 +68,9 @@ class Trainer:
         self.updates_ahead = has_streams(mesh.device) and self.engine.takes_factor
         self.prefetch = Prefetch(self._fetch)
         self._next: StepPlan | None = None  # of the same epoch
-        self._unsent = Sums()  # of the local steps that the other ranks do not know of
+        self.unsent = Sums()  # of the local steps that the other ranks do not know of
         self.steps_without_loss = 0  # the last steps in a row; the weights may be no numbers any more
+        self.ended = -math.inf  # when the result of the last step was there
 
     def steps(self) -> Iterator[StepPlan]:
         """The steps that are left, over the epochs; `step` advances the state after each."""
@@ -113,92 +81,30 @@ class Trainer:
                 self._next = next(plans, None) if self.state.step + 1 < self.total_steps else None
                 yield plan
 
+    @property
+    def reads_late(self) -> bool:
+        """Whether the next step may be queued before the result of this one is asked for: nothing depends on it, as
+        the scale of float16's loss does, or what replicas exchange after local steps."""
+        return self.updates_ahead and not self.loss_scaler.active and not self.engine.local_steps.active
+
+    def queue(
+        self, plan: StepPlan, wishes: Wishes = NO_WISHES, costs: Sequence[float] = (), *, report: bool = True
+    ) -> TrainingStep:
+        """Start one step: forward and backward, reduce, clip, update, advance. Ask for its result before anything else,
+        except with `reads_late` the next step. Collective."""
+        return TrainingStep(self, plan, wishes, costs, report=report)
+
     def step(
         self, plan: StepPlan, wishes: Wishes = NO_WISHES, costs: Sequence[float] = (), *, report: bool = True
     ) -> StepResult:
-        """Take one step: forward and backward, reduce, clip, update, advance.
+        """Take one step. Raises `Diverged`. Collective."""
+        return self.queue(plan, wishes, costs, report=report).result()
 
-        `wishes` are this rank's; the result has those of all ranks, and the sums of their `costs`. Without `report`,
-        which all ranks give alike, a local step tells the other ranks nothing, and its result has no totals. Raises
-        `Diverged`.
-        """
-        began, state, engine, task = time.perf_counter(), self.state, self.engine, self.task
-        if not task.model.training:  # `train` visits all modules
-            task.model.train()
-        accumulation, counts, flops = self.prefetch.take(plan, state.epoch)
-        fetched = time.perf_counter()
-        self.prefetch.start(self._next, state.epoch)
-        num_micro_batches = sum(map(len, accumulation))
-        local = engine.local_steps.includes(state.step)
-        sends = report or not local
-        stats = StepStats(self.world, self.mesh, counts, wishes, self._unsent, costs, sends=sends)
-
-        engine.grad_sync.begin_step(num_micro_batches, local=local)
-        engine.grad_sync.wire.begin_step(state.step, self.total_steps, self.loss_scaler.scale)
-        scale = self.loss_scaler.scale / task.targets_per_step
-        engine.begin_forward()
-        # Full buffers leave during the last backwards.
-        engine.pipeline.forward_backward(accumulation, scale, stats.add_loss)
-        engine.wait_params()  # also on a rank without samples in this step
-        engine.grad_sync.send_rest()
-        stats.send()
-
-        own_work = Moment(self.mesh.devices)
-        engine.grad_sync.wait()
-        stats.wait()
-        arrived = Moment(self.mesh.devices)
-        raw_norm, clip_norm = engine.grad_norm(), self.config.optimizer.clip_norm
-        rate = learning_rate(self.config.optimizer, self.lr_replicas, state.step, state.epoch, self.total_steps)
-        read = stats.start_reading(raw_norm)
-        ahead = self.updates_ahead and not local
-        if ahead:  # a GPU is busy with it while the host reads
-            loss, targets = stats.loss_and_targets()
-            of_mean = task.targets_per_step / (targets.clamp(min=1) * self.loss_scaler.scale)
-            engine.update(update_factor(of_mean, raw_norm, (targets > 0) & loss.isfinite(), clip_norm), rate)
-        totals, norm = read()
-        summed = stats.own() if local else totals  # of the samples that the gradients are sums over
-
-        factor = task.targets_per_step / (max(1, summed.targets) * self.loss_scaler.scale)
-        norm *= factor
-        if local:
-            if not math.isfinite(totals.loss):
-                raise Diverged.in_step(state.step + 1, totals.loss, norm)
-            self._unsent = Sums() if sends else self._unsent.plus(stats.own())
-            self.steps_without_loss = 0  # the same on all ranks, which save together
-        if not summed.targets:
-            log.info("step %d: no samples for this replica, whose weights stay", state.step + 1)
-        elif math.isfinite(norm) and math.isfinite(summed.loss):
-            if not ahead:
-                engine.update(factor * clip_factor(norm, clip_norm), rate)
-            self.loss_scaler.good()
-            self.steps_without_loss = 0
-            state.updates += 1
-        else:
-            engine.grad_sync.wire.skip_step()
-            self._skip(totals, norm, local=local)
-        updated = time.perf_counter()
-        if local:
-            engine.local_steps.exchange(state.step)
-
-        ended = time.perf_counter()
-        # What is waited for in the others: a GPU may still be at this rank's own work when its host begins to wait.
-        work = updated - began - arrived.since(own_work)
-        result = StepResult(
-            state.epoch, totals, norm, rate, ended - began, work, fetched - began, updated - arrived.host, flops
-        )
-        state.advance(plan.remaining, totals.samples, totals.targets)
-        return result
-
-    def _skip(self, totals: StepTotals, norm: float, *, local: bool) -> None:
-        """Handle gradients that are not finite: lower the loss scale, or raise `Diverged`. Collective."""
-        if not local:  # a local step's loss is told to all ranks, which then end
-            self.steps_without_loss = 0 if math.isfinite(totals.loss) else self.steps_without_loss + 1
-        if self.engine.overflowed_in_transit():
-            log.warning("step %d is skipped: a sum of gradients overflowed in transit", self.state.step + 1)
-        elif self.steps_without_loss >= _MOST_WITHOUT_LOSS or not self.loss_scaler.overflowed():
-            if not local:
-                raise Diverged.in_step(self.state.step + 1, totals.loss, norm)
-            self._unsent = Sums(loss=math.nan)  # all ranks end alike, when they hear of it
+    def take_batches(self, plan: StepPlan) -> tuple[list[list[MicroBatch]], tuple[int, int], float]:
+        """This rank's micro-batches of a step, as `_fetch` returns them; then the next step's are fetched."""
+        found = self.prefetch.take(plan, self.state.epoch)
+        self.prefetch.start(self._next, self.state.epoch)
+        return found
 
     def synchronize(self) -> None:
         """Make the replicas equal after local steps, with their optimizer states and loss scales. Collective."""

@@ -25,22 +25,22 @@ from hvd_transformer.monitoring import watchdog
 from hvd_transformer.parallel.engine import Engine
 from hvd_transformer.parallel.precision import LossScaler
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
-from hvd_transformer.training.trainer import Trainer
+from hvd_transformer.training.training_step import TrainingStep
 
 RANK, STEP, FAULT = 0, 0, ""
 
 
 def corrupt_after_a_step() -> None:
-    original = Trainer.step
+    original = TrainingStep.result
 
-    def step(trainer, *words, **wishes):
-        result = original(trainer, *words, **wishes)
-        if trainer.state.step == STEP:
-            trainer.engine.wait_params()
-            trainer.engine.buffers[-1].parameters[3] += math.nan if FAULT == "diverge" else 1e-6
-        return result
+    def result(step):
+        found = original(step)
+        if found.step == STEP:
+            step.trainer.engine.wait_params()
+            step.trainer.engine.buffers[-1].parameters[3] += math.nan if FAULT == "diverge" else 1e-6
+        return found
 
-    patch.object(Trainer, "step", step).start()
+    patch.object(TrainingStep, "result", result).start()
 
 
 def fail_in_a_backward() -> None:

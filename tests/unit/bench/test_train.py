@@ -35,7 +35,7 @@ def result(world: World, alone: Alone | None, flops: float = 0.0) -> TrainResult
 
 
 def test_parts_of_a_step_add_up_and_a_gpu_ends_its_step_with_the_update() -> None:
-    step = StepResult(0, TOTALS, 1.0, 1.0, seconds=10, work=7, data=1, update=2)
+    step = StepResult(1, 0, TOTALS, 1.0, 1.0, seconds=10, work=7, data=1, update=2)
     assert _times(10, step, num_ranks=2) == StepTimes(10, compute=4, wait=3, update=2, data=1)
     assert _times(11, step, num_ranks=2) == StepTimes(11, compute=4, wait=3, update=3, data=1)
     alone = _times(10, step, num_ranks=1)

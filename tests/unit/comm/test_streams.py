@@ -24,6 +24,7 @@ from hvd_transformer.parallel import engine, pipeline
 from hvd_transformer.parallel.pipeline import Pipeline, Stage
 from hvd_transformer.parallel.stage_link import CudaStageStreams, StageStreams
 from hvd_transformer.parallel.tensor_parallel import RankTensorGroup
+from hvd_transformer.training.training_step import TrainingStep
 
 Patch = pytest.MonkeyPatch
 Scenario = Callable[[StreamChecker, Patch], object]
@@ -105,8 +106,12 @@ def trained(
     shard: ZeroShard = WHOLE,
     ends_on_stream: bool = True,
     record: bool = False,
+    late: bool = False,
 ) -> None:
-    """Three steps of a job as one of two ranks that see the same, an evaluation and a checkpoint."""
+    """Three steps of a job as one of two ranks that see the same, an evaluation and a checkpoint.
+
+    `late`: each step is read when the next one is queued.
+    """
     give_streams(monkeypatch, one_gpu=True)
     leave_default_stream([CPU])
     one_at_a_time = {"gradients": 1, "parameters": 1}
@@ -114,7 +119,17 @@ def trained(
     world = two_ranks(checker, ends_on_stream=ends_on_stream)
     job = trainer(settings(*SMALL_MESSAGES, *words), world, zero_shard=shard)
     job.engine.timeline.recording = record
-    run(job, 3)
+    if late:
+        job.updates_ahead = True
+        assert job.reads_late
+        plans, queued = job.steps(), list[TrainingStep]()
+        for _ in range(3):
+            queued.append(job.queue(next(plans)))
+            if len(queued) > 1:
+                queued.pop(0).result()
+        queued.pop().result()
+    else:
+        run(job, 3)
     job.evaluate("valid")
     job.capture("", 0, best=False)
     job.close()
@@ -159,6 +174,13 @@ QUICK = ["zero-1 piped", "zero-2 piped int8", "muon piped", "tensor parallel pip
 def test_jobs_use_memory_in_order(checker: StreamChecker, monkeypatch: Patch, name: str, ends_on_stream: bool) -> None:
     words, shard = JOBS[name]
     trained(checker, monkeypatch, words=words, shard=shard, ends_on_stream=ends_on_stream)
+    assert not checker.problems
+
+
+@pytest.mark.parametrize("name", ["alone", "zero-1", "zero-2 piped", "tensor parallel piped"])
+def test_steps_that_are_queued_ahead_use_memory_in_order(checker: StreamChecker, monkeypatch: Patch, name: str) -> None:
+    words, shard = JOBS[name]
+    trained(checker, monkeypatch, words=words, shard=shard, late=True)
     assert not checker.problems
 
 

@@ -141,9 +141,11 @@ def test_if_the_best_checkpoint_is_gone_the_last_weights_are_tested(
 def test_a_stop_says_that_all_is_saved_only_if_it_is(
     is_full: bool, train: Train, full_at, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Trainer.step
+    queue = Trainer.queue
     stop = Wishes(stop=True)
-    monkeypatch.setattr(Trainer, "step", lambda job, plan, wishes, costs, report: step(job, plan, stop, report=report))
+    monkeypatch.setattr(
+        Trainer, "queue", lambda job, plan, wishes, costs, report: queue(job, plan, stop, report=report)
+    )
     if is_full:
         full_at(1)
     summary, text = train()

@@ -143,10 +143,10 @@ def test_the_launcher_tries_again_only_what_has_made_steps() -> None:
 
 
 def test_another_error_is_a_bug_as_before(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def step(*_, **__):
+    def queue(*_, **__):
         raise RuntimeError("shapes differ")
 
-    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(Trainer, "queue", queue)
     done = train(corpus, tmp_path / "run")
     assert done.returncode == 1 and "Traceback" in done.stderr and "out of memory" not in done.stderr
 

@@ -23,6 +23,7 @@ from hvd_transformer.training import session
 from hvd_transformer.training.process import StopRequest
 from hvd_transformer.training.state import StepResult, TrainState
 from hvd_transformer.training.trainer import Trainer
+from hvd_transformer.training.training_step import TrainingStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -82,8 +83,8 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
 def changed_steps(monkeypatch: pytest.MonkeyPatch, change: Callable[[Trainer, StepResult], StepResult]) -> None:
     """Lets `change` see and replace the result of each step."""
-    step = Trainer.step
-    monkeypatch.setattr(Trainer, "step", lambda job, *words, **options: change(job, step(job, *words, **options)))
+    result = TrainingStep.result
+    monkeypatch.setattr(TrainingStep, "result", lambda step: change(step.trainer, result(step)))
 
 
 def lines(folder: Path, key: str) -> list[tuple[int, Any]]:

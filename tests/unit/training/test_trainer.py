@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from hvd_transformer.config import Config
 from hvd_transformer.nn.contracts import MicroBatch
 from hvd_transformer.training.state import TrainState, Wishes
-from hvd_transformer.training.trainer import Diverged, Trainer
+from hvd_transformer.training.trainer import Trainer
+from hvd_transformer.training.training_step import Diverged
 
 Pair = tuple[Tensor, Tensor]
 

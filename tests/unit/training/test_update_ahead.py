@@ -9,7 +9,8 @@ from small_job import run, settings, trainer, weights
 
 from hvd_transformer.training import step_stats
 from hvd_transformer.training import trainer as trainer_module
-from hvd_transformer.training.trainer import Diverged, Trainer
+from hvd_transformer.training.trainer import Trainer
+from hvd_transformer.training.training_step import Diverged
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
