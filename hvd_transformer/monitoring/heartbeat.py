@@ -30,6 +30,7 @@ class Heartbeat:
     def __init__(self) -> None:
         self.phase = self.period = "start"
         self.step = self.total_steps = 0  # `step` counts completed steps
+        self.ahead = 0  # steps that are queued on a GPU before the one that the host is at
         self.loss: float | None = None
         self.tokens_per_second: float | None = None
         self.mfu: float | None = None  # on rank 0, where it is known

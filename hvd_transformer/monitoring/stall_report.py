@@ -73,7 +73,7 @@ def _place(beat: dict[str, Any]) -> str:
     if phase in ("start", "end"):
         return f"the {phase}"
     between = phase in ("evaluation", "checkpoint", "log")
-    return f"{phase} after step {step}" if between else f"{phase} of step {step + 1}"
+    return f"{phase} after step {step}" if between else f"{phase} of step {step + beat.get('ahead', 0) + 1}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -138,6 +138,7 @@ class Watchdog:
             "pid": os.getpid(),
             "time": time.monotonic(),
             "step": heartbeat.step,
+            "ahead": heartbeat.ahead,
             "total_steps": heartbeat.total_steps,
             "phase": phase,
             "waits_for": waits_for,

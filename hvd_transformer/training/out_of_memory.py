@@ -87,7 +87,7 @@ def _when(heartbeat: Heartbeat) -> str:
     phase = heartbeat.phase
     if phase == "evaluation":
         return f"in the evaluation after step {heartbeat.step}"
-    return f"in step {heartbeat.step + 1}" if phase in ("step", "log") else f"at the {phase}"
+    return f"in step {heartbeat.step + heartbeat.ahead + 1}" if phase in ("step", "log") else f"at the {phase}"
 
 
 def _place(error: Exception) -> str:

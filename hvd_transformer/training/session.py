@@ -107,11 +107,13 @@ class Session:
                 profiled.begin(number)
                 self.heartbeat.phase = "step"
                 log_due = self._log_due(state.step + 1)
-                wishes = Wishes(bool(stop), self._save_due_by_time(), log_due and self.stragglers.due)
+                compares = log_due and self.stragglers.due and not any(step.wishes.compare for step in queued)
+                wishes = Wishes(bool(stop), self._save_due_by_time(), compares)
                 costs = self.costs.take() if log_due else ()
+                self.heartbeat.ahead = len(queued)
                 queued.append(self.trainer.queue(plan, wishes, costs, report=self._report_due(plan)))
-                profiled.end(number)
                 found = self._read(queued)
+                profiled.end(number)
                 best, stopped = False, found.stop
                 saves = found.save or stopped or self._save_due()
                 if not stopped and self._evaluation_due():
@@ -242,10 +244,11 @@ class Session:
     def _read(self, queued: list[TrainingStep]) -> Wishes:
         """Record the steps that are queued, and return what any rank wished for in them. The last one may stay queued
         while the next one is started, unless something follows it that needs its result. Collective."""
-        needed = self.config.profile or self._save_due() or self._evaluation_due()
+        needed = self.trainer.engine.timeline.recording or self._save_due() or self._evaluation_due()
         keep = 1 if self.trainer.reads_late and not needed else 0
         stop = save = False
         while len(queued) > keep:
+            self.heartbeat.phase, self.heartbeat.ahead = "step", 0
             result = queued.pop(0).result()
             self._record(result)
             stop, save = stop or result.totals.wishes.stop, save or result.totals.wishes.save
@@ -281,7 +284,9 @@ class Session:
         shown = perplexity(loss) if "perplexity" in task.metric_names else None
         more = {} if shown is None else {"perplexity": shown}
         costs = self.costs.metrics(totals.costs) if due else {}
-        mfu = self.heartbeat.mfu = costs.get("mfu")
+        if costs:
+            self.heartbeat.mfu = costs.get("mfu")
+        mfu = self.heartbeat.mfu
         self.progress.step(result.step, result.epoch + 1, loss, shown, result.learning_rate, speed, task.unit, mfu)
         milliseconds = 1000 * interval["seconds"] / interval["steps"]
         log.info(

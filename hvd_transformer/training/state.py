@@ -12,7 +12,8 @@ from hvd_transformer.data.sampler import Intervals
 class TrainState:
     """How far the job has come: all that the next step depends on beside weights and optimizer state.
 
-    Its members are the keys of `position` in a checkpoint's state.json.
+    Its members are the keys of `position` in a checkpoint's state.json. `step`, `epoch` and `remaining` are of the last
+    step that is queued, and the sums of the last one that is read: the same one at evaluations and checkpoints.
     """
 
     step: int = 0
@@ -115,7 +116,7 @@ class StepResult(NamedTuple):
     grad_norm: float
     learning_rate: float
     seconds: float  # on this rank
-    work: float  # seconds of these in which this rank did not wait for others
+    work: float  # seconds of these in which this rank did not wait for others; of steps read late only their sum counts
     data: float  # of `work`: seconds for the batches
     update: float  # of `work`: seconds for norm, clip and optimizer, if no other step was queued meanwhile
     flops: float = 0.0  # of this replica, in forward and backward without recomputing; 0: not known

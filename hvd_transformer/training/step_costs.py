@@ -1,8 +1,8 @@
 """What the steps between two lines of metrics.jsonl cost: MFU, memory, waiting, the hosts' CPUs and network.
 
 Each rank adds up its own steps. What they sum to travels with the sums of the step that is logged (`step_stats`), so
-nothing is sent for it, and nothing is measured in other steps. The step itself has not ended then: it counts toward the
-next line.
+nothing is sent for it, and nothing is measured in other steps. The step itself has not ended then, nor on a GPU the one
+before: they count toward the next line.
 """
 
 from collections.abc import Mapping, Sequence

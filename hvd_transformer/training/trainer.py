@@ -70,10 +70,10 @@ class Trainer:
         self._next: StepPlan | None = None  # of the same epoch
         self.unsent = Sums()  # of the local steps that the other ranks do not know of
         self.steps_without_loss = 0  # the last steps in a row; the weights may be no numbers any more
-        self.ended = -math.inf  # when the result of the last step was there
+        self.ended = -math.inf  # when the last result was read; the host's clock
 
     def steps(self) -> Iterator[StepPlan]:
-        """The steps that are left, over the epochs; `step` advances the state after each."""
+        """The steps that are left, over the epochs; `queue` advances the state."""
         while self.state.step < self.total_steps:
             plans = self.task.sampler.epoch(self.state.remaining, self.state.epoch)
             self._next = next(plans, None)
@@ -83,15 +83,15 @@ class Trainer:
 
     @property
     def reads_late(self) -> bool:
-        """Whether the next step may be queued before the result of this one is asked for: nothing depends on it, as
-        the scale of float16's loss does, or what replicas exchange after local steps."""
+        """Whether the next step may be queued before this one's result is read: on GPUs, unless something in it depends
+        on the result, such as float16's loss scale or what replicas exchange after local steps."""
         return self.updates_ahead and not self.loss_scaler.active and not self.engine.local_steps.active
 
     def queue(
         self, plan: StepPlan, wishes: Wishes = NO_WISHES, costs: Sequence[float] = (), *, report: bool = True
     ) -> TrainingStep:
-        """Start one step: forward and backward, reduce, clip, update, advance. Ask for its result before anything else,
-        except with `reads_late` the next step. Collective."""
+        """Start one step, and advance the state. Call its `result` before anything else; with `reads_late` the next
+        step may be queued first. Collective."""
         return TrainingStep(self, plan, wishes, costs, report=report)
 
     def step(

@@ -52,7 +52,8 @@ _MOST_WITHOUT_LOSS = 3
 
 
 class TrainingStep:
-    """A step of the trainer, which is queued when this is made; `result` ends it.
+    """A step of the trainer: the constructor queues it, and a CPU computes it up to the norm. `result` waits for it,
+    and does what is not queued.
 
     `wishes` are this rank's; the result has those of all ranks, and the sums of their `costs`. Without `report`, which
     all ranks give alike, a local step tells the other ranks nothing, and its result has no totals. Collective.
@@ -61,7 +62,7 @@ class TrainingStep:
     def __init__(
         self, trainer: "Trainer", plan: StepPlan, wishes: Wishes, costs: Sequence[float], *, report: bool
     ) -> None:
-        self._began, self.trainer = time.perf_counter(), trainer
+        self._began, self.trainer, self.wishes = time.perf_counter(), trainer, wishes
         state, engine, task, scale = trainer.state, trainer.engine, trainer.task, trainer.loss_scaler.scale
         self._index, self._epoch = state.step, state.epoch
         if not task.model.training:  # `train` visits all modules

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,10 @@ from small_job import SMALL, run, settings, trainer, write_texts
 from torch import Tensor
 
 from hvd_transformer.checkpoint.store import CheckpointStore
+from hvd_transformer.monitoring.stall_report import Stragglers
 from hvd_transformer.training import step_stats
 from hvd_transformer.training import trainer as trainer_module
+from hvd_transformer.training.session import Session
 from hvd_transformer.training.state import StepResult, Wishes
 from hvd_transformer.training.trainer import Trainer
 from hvd_transformer.training.training_step import Diverged, TrainingStep
@@ -142,6 +143,62 @@ def test_a_wish_to_save_is_fulfilled_after_the_step_that_is_queued(
     assert [*positions(tmp_path / "run")] == ["step-00000006", "step-00000011"]
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_whole_steps_are_profiled_and_only_those_are_read_at_once(
+    train: Train, order: list[str], tmp_path: Path, late: bool
+) -> None:
+    words = ("checkpoint.every_steps=none", "training.eval_every=100", "profile=true")
+    assert train("run", *words, late=late).returncode == 0
+    events = json.loads((tmp_path / "run/timeline-000.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events]
+    assert names.count("update") == names.count("backward 0") == 5  # of the steps 3 to 7
+    if late:
+        assert " ".join(order) == "q1 q2 r1 q3 r2 r3 q4 r4 q5 r5 q6 r6 q7 r7 q8 q9 r8 q10 r9 q11 r10 r11"
+
+
+def test_ranks_are_compared_by_as_many_steps_as_ever(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, take_work = list[int](), Stragglers.take_work
+
+    def counted(own: Stragglers) -> float:
+        taken.append(len(own._work))
+        return take_work(own)
+
+    monkeypatch.setattr(Stragglers, "due", property(lambda own: len(own._work) >= 3))
+    monkeypatch.setattr(Stragglers, "take_work", counted)
+    monkeypatch.setattr(Stragglers, "judge", lambda *_: {})
+    words = ("checkpoint.every_steps=none", "training.eval_every=100", "training.log_every=1")
+    assert train("run", *words, late=True).returncode == 0
+    assert len(taken) == 2 and min(taken) >= 3
+
+
+def test_the_watchdog_waits_for_a_step_and_errors_name_it(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, phases, result, queue = list[Session](), list[str](), TrainingStep.result, Trainer.queue
+    whole = Session.train
+
+    def session_train(own: Session, stop: Any) -> str:
+        found.append(own)
+        return whole(own, stop)
+
+    def read(step: TrainingStep) -> StepResult:
+        phases.append(found[0].heartbeat.phase)
+        return result(step)
+
+    def short_of_memory(job: Trainer, *words: Any, **options: Any) -> TrainingStep:
+        if job.state.step == 4:
+            raise torch.OutOfMemoryError("out of memory")
+        return queue(job, *words, **options)
+
+    monkeypatch.setattr(Session, "train", session_train)
+    monkeypatch.setattr(TrainingStep, "result", read)
+    monkeypatch.setattr(Trainer, "queue", short_of_memory)
+    done = train("run", "training.eval_every=2", "checkpoint.every_steps=none", late=True)
+    assert phases == ["step"] * 4 and "out of memory in step 5" in done.stderr
+    found.clear()
+    phases.clear()
+    done = train("other", "training.eval_every=100", "checkpoint.every_steps=none", late=True)
+    assert phases == ["step"] * 3 and "out of memory in step 5" in done.stderr  # step 4 is not read yet
+
+
 def late(*words: str) -> Trainer:
     job = trainer(settings(*words))
     job.updates_ahead = True
@@ -159,11 +216,19 @@ def pairs(job: Trainer, count: int) -> list[StepResult]:
 
 
 def test_seconds_of_steps_add_up_to_those_of_all() -> None:
-    job, began = late(), time.perf_counter()
+    job, firsts = late(), list[float]()
+    queue = job.queue
+
+    def timed(*words: Any, **options: Any) -> TrainingStep:
+        step = queue(*words, **options)
+        firsts.append(step._began)
+        return step
+
+    job.queue = timed
     results = pairs(job, 6)
     assert [result.step for result in results] == [1, 2, 3, 4, 5, 6]
     assert all(result.seconds > 0 for result in results)
-    assert sum(result.seconds for result in results) == pytest.approx(job.ended - began, rel=0.01)
+    assert sum(result.seconds for result in results) == pytest.approx(job.ended - firsts[0], abs=1e-9)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
