@@ -19,17 +19,16 @@ from hvd_transformer.checkpoint.writer import Saver
 from hvd_transformer.data.sampler import StepPlan
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
-from hvd_transformer.monitoring.stall_report import Stragglers
 from hvd_transformer.reporting.metrics_log import MetricsLog
 from hvd_transformer.reporting.progress import ProgressDisplay
 from hvd_transformer.reporting.samples_log import SamplesLog
 from hvd_transformer.reporting.trackers.processes import Trackers
-from hvd_transformer.tasks.metrics import chosen, is_better, perplexity, show_metrics
+from hvd_transformer.tasks.metrics import chosen, is_better, show_metrics
 from hvd_transformer.training.process import StopRequest
 from hvd_transformer.training.profiled_steps import ProfiledSteps
 from hvd_transformer.training.run_directory import RunDirectory
-from hvd_transformer.training.state import StepResult, Wishes
-from hvd_transformer.training.step_costs import StepCosts, show_costs
+from hvd_transformer.training.state import Wishes
+from hvd_transformer.training.step_log import StepLog
 from hvd_transformer.training.summary import finite, of_split, run_summary
 from hvd_transformer.training.trainer import Trainer
 from hvd_transformer.training.training_step import Diverged, TrainingStep
@@ -70,10 +69,6 @@ class Session:
         self.config, self.world, self.trainer, self.run = trainer.config, trainer.world, trainer, run
         self.progress, self.data_digest, self.heartbeat = progress, data_digest, heartbeat
         self.environment = environment
-        self.stragglers = Stragglers(self.world.hosts, self.world.rank)
-        self.costs = StepCosts(self.world, trainer.mesh, peak)
-        heartbeat.step, heartbeat.total_steps = trainer.state.step, trainer.total_steps
-        heartbeat.unit = trainer.task.unit
         self.saver = Saver(run.store, self.world, self.warn)
         step, again = trainer.state.step, trainer.state.step > 0 and self._evaluation_due()
         is_first = self.world.rank == 0
@@ -81,6 +76,7 @@ class Session:
         self.samples = SamplesLog(run.path, step, self.warn, evaluates=again) if is_first else None
         self.trackers = trackers
         trackers.follow(run.path, self.config, trainer.state.step)
+        self.step_log = StepLog(trainer, run, progress, heartbeat, self.metrics, trackers, self.warn, peak)
         self.saved_step = saved_step
         self.bests = [(trainer.state.best, trainer.state.best_step)]  # each better than the one before
         self.saved_at = time.monotonic()
@@ -106,10 +102,8 @@ class Session:
             for number, plan in enumerate(steps, start=1):
                 profiled.begin(number)
                 self.heartbeat.phase = "step"
-                log_due = self._log_due(state.step + 1)
-                compares = log_due and self.stragglers.due and not any(step.wishes.compare for step in queued)
+                compares, costs = self.step_log.ask(state.step + 1, queued)
                 wishes = Wishes(bool(stop), self._save_due_by_time(), compares)
-                costs = self.costs.take() if log_due else ()
                 self.heartbeat.ahead = len(queued)
                 queued.append(self.trainer.queue(plan, wishes, costs, report=self._report_due(plan)))
                 found = self._read(queued)
@@ -242,96 +236,25 @@ class Session:
         self.progress.message(f"warning: {text}")
 
     def _read(self, queued: list[TrainingStep]) -> Wishes:
-        """Record the steps that are queued, and return what any rank wished for in them. The last one may stay queued
-        while the next one is started, unless something follows it that needs its result. Collective."""
+        """Read and record the steps that are queued; returns what any rank wished for in them. The last one may stay
+        queued while the next one is started, unless something follows it that needs its result. Collective."""
         needed = self.trainer.engine.timeline.recording or self._save_due() or self._evaluation_due()
         keep = 1 if self.trainer.reads_late and not needed else 0
         stop = save = False
         while len(queued) > keep:
             self.heartbeat.phase, self.heartbeat.ahead = "step", 0
             result = queued.pop(0).result()
-            self._record(result)
+            self.step_log.record(result)
             stop, save = stop or result.totals.wishes.stop, save or result.totals.wishes.save
             if stop or save:
                 keep = 0
         return Wishes(stop, save)
 
-    def _record(self, result: StepResult) -> None:
-        state, totals = self.trainer.state, result.totals
-        state.seconds += result.seconds
-        interval = state.interval
-        interval["seconds"] += result.seconds
-        interval["steps"] += 1
-        known = self.heartbeat.loss, self.heartbeat.tokens_per_second
-        if totals.targets and math.isfinite(totals.loss):  # the other steps of the interval keep their loss
-            interval["loss"] += totals.loss * totals.targets
-            interval["count"] += totals.targets
-            known = totals.loss, interval["count"] / interval["seconds"]
-        self.heartbeat.stepped(result.step, *known)
-        slowest = self._compare_work() if totals.wishes.compare else {}
-        self.stragglers.add(result.work, result.seconds)
-        self.costs.add(result)
-        if news := self.trainer.engine.grad_sync.wire.take_news():
-            log.info(news)
-            self.progress.message(news)
-        due = self._log_due(result.step)
-        if not interval["count"] or (not due and result.step > 1):
-            return
-        loss = interval["loss"] / interval["count"]
-        speed = interval["count"] / interval["seconds"]
-        state.train_loss = loss
-        task = self.trainer.task
-        shown = perplexity(loss) if "perplexity" in task.metric_names else None
-        more = {} if shown is None else {"perplexity": shown}
-        costs = self.costs.metrics(totals.costs) if due else {}
-        if costs:
-            self.heartbeat.mfu = costs.get("mfu")
-        mfu = self.heartbeat.mfu
-        self.progress.step(result.step, result.epoch + 1, loss, shown, result.learning_rate, speed, task.unit, mfu)
-        milliseconds = 1000 * interval["seconds"] / interval["steps"]
-        log.info(
-            "epoch %d, step %d of %d, lr %.3e, %.1f ms a step, loss %.5f, gradient norm %.4f",
-            result.epoch + 1, result.step, self.trainer.total_steps, result.learning_rate, milliseconds, loss,
-            result.grad_norm,
-        )  # fmt: skip
-        if costs:
-            log.info("step %d: %s", result.step, show_costs(costs))
-        if self.metrics is not None:
-            self.run.check()
-            self.metrics.write(
-                result.step,
-                epoch=result.epoch + 1,
-                samples=state.samples,
-                loss=loss,
-                **more,
-                lr=result.learning_rate,
-                grad_norm=result.grad_norm,
-                tokens_per_second=speed,
-                milliseconds_per_step=milliseconds,
-                loss_scale=self.trainer.loss_scaler.scale,
-                **costs,
-                **slowest,
-            )
-            for news in self.trackers.news():
-                self.warn(news)
-        if due:
-            state.interval = dict.fromkeys(interval, 0.0)
-
     def _report_due(self, plan: StepPlan) -> bool:
         """Whether what follows this step takes the sums and wishes of all ranks; local steps before go without."""
         step, every = self.trainer.state.step + 1, (self.config.training.eval_every, self.config.checkpoint.every_steps)
         due = any(period is not None and step % period == 0 for period in every)
-        return due or step == 1 or not plan.remaining or self._log_due(step)
-
-    def _log_due(self, step: int) -> bool:
-        return step % self.config.training.log_every == 0 or step == self.trainer.total_steps
-
-    def _compare_work(self) -> dict[str, float]:
-        """Find slow ranks; on rank 0, values for metrics.jsonl. Collective."""
-        self.heartbeat.work_seconds = own = self.stragglers.take_work()
-        gathered = self.world.all_gather_async(torch.tensor([own], dtype=torch.float64), "step.work")
-        work: list[float] = gathered().tolist()
-        return self.stragglers.judge(work, self.warn) if self.world.rank == 0 else {}
+        return due or step == 1 or not plan.remaining or self.step_log.due(step)
 
     def _evaluation_due(self) -> bool:
         """Whether it is time to evaluate the validation split."""
