@@ -38,17 +38,17 @@ def fits(query: Tensor) -> bool:
     return on_gpu(query) and head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _is_ampere(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)  # which the compiler of torch 2.11 cannot trace
 
 
 # Equivalent to the decorator torch.compiler.assume_constant_result, which imports the compiler: that takes seconds.
-_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_ampere._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_ampere(query: Tensor) -> bool:
     """Whether the query's GPU is Ampere or later: earlier ones have no flash attention and no bfloat16."""
-    return _capability(query.device) >= (8, 0)
+    return _is_ampere(query.device)
 
 
 def _takes_flash(query: Tensor, bias: Tensor | None) -> bool:
@@ -59,7 +59,7 @@ def _takes_flash(query: Tensor, bias: Tensor | None) -> bool:
     """
     if bias is not None or query.dtype not in _HALF or not is_ampere(query):
         return False
-    capability = _capability(query.device)
+    capability = torch.cuda.get_device_capability(query.device)
     return query.size(-1) <= _MAX_FLASH_HEAD_DIM or capability == (8, 0) or capability[0] in (9, 10)
 
 
