@@ -264,7 +264,7 @@ def test_the_caches_of_shapes_stay_small() -> None:
         )
         return float(output.stdout)
 
-    assert grown("few") < grown("all") / 2
+    assert grown("few") < 0.75 * grown("all")  # a fifth with torch 2.13, 0.6 with torch 2.11
 
 
 def test_the_users_choice_holds(monkeypatch: pytest.MonkeyPatch) -> None:
