@@ -92,9 +92,9 @@ def test_the_file_says_how_the_rank_is_and_goes_in_the_end(monkeypatch, tmp_path
     assert beat.pop("phase_seconds") < 30 and beat.pop("progress_seconds") < 30
     assert 2**20 < beat.pop("memory") < 2**40
     assert beat == {
-        "rank": 3, "host": os.uname().nodename, "pid": os.getpid(), "step": 7, "total_steps": 9, "phase": "log",
-        "waits_for": None, "limit_seconds": 600, "loss": 2.5, "tokens_per_second": 1000.0, "unit": "samples",
-        "mfu": 0.375, "work_seconds": 0.25, "late": False,
+        "rank": 3, "host": os.uname().nodename, "pid": os.getpid(), "step": 7, "ahead": 0, "total_steps": 9,
+        "phase": "log", "waits_for": None, "limit_seconds": 600, "loss": 2.5, "tokens_per_second": 1000.0,
+        "unit": "samples", "mfu": 0.375, "work_seconds": 0.25, "late": False,
     }  # fmt: skip
     assert list(private.iterdir()) == [] and [path.name for path in logs.iterdir()] == ["rank-003.log"]
 
