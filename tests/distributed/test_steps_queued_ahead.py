@@ -44,7 +44,8 @@ def test_a_stop_of_one_rank_ends_all_after_the_same_step(world: Worlds, source: 
     words = [*job(source, tmp_path / "run", "replicas"), "checkpoint.every_seconds=0.01"]
     first, second = world(2).call("late:train", words, 1)
     assert first == second and first[0] == 1
-    assert first[1][-2:] in (["r7", "r8"], ["q8", "r8"])  # a checkpoint by time may have come in between
+    # The wish travels with step 8, which may be read when step 9 is queued; a checkpoint by time has all read before.
+    assert first[1][-1] in ("r8", "r9")
     assert summary(tmp_path / "run")["status"] == "stopped"
     world(2).train(words, job(source, tmp_path / "plain", "replicas"))
     assert relative_difference(weights(tmp_path / "run"), weights(tmp_path / "plain")) == 0
