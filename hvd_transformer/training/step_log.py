@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -74,15 +74,21 @@ class StepLog:
             log.info(news)
             self._progress.message(news)
         due = self.due(result.step)
-        if not interval["count"] or (not due and result.step > 1):
-            return
+        if interval["count"] and (due or result.step == 1):
+            self._write(result, self._costs.metrics(totals.costs) if due else {}, slowest)
+            if due:
+                state.interval = dict.fromkeys(interval, 0.0)
+
+    def _write(self, result: StepResult, costs: Mapping[str, float], slowest: Mapping[str, float]) -> None:
+        """The line of this interval."""
+        state = self._trainer.state
+        interval = state.interval
         loss = interval["loss"] / interval["count"]
         speed = interval["count"] / interval["seconds"]
         state.train_loss = loss
         task = self._trainer.task
         shown = perplexity(loss) if "perplexity" in task.metric_names else None
         more = {} if shown is None else {"perplexity": shown}
-        costs = self._costs.metrics(totals.costs) if due else {}
         if costs:
             self._heartbeat.mfu = costs.get("mfu")
         mfu = self._heartbeat.mfu
@@ -113,8 +119,6 @@ class StepLog:
             )
             for news in self._trackers.news():
                 self._warn(news)
-        if due:
-            state.interval = dict.fromkeys(interval, 0.0)
 
     def _compare_work(self) -> dict[str, float]:
         """Find slow ranks; on rank 0, values for metrics.jsonl. Collective."""

@@ -87,22 +87,12 @@ def check(run: Path, wanted: Path, tolerance: float) -> None:
     assert summary(run)["valid_loss"] == pytest.approx(summary(wanted)["valid_loss"], rel=tolerance)
 
 
+@pytest.mark.parametrize("starts", [[LAST], ["training.max_steps=5", LAST]], ids=["at once", "resumed"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_cards_train_as_the_cpu_does(
-    world: Worlds, source: Path, precision: str, on_the_cpu: Path, tmp_path: Path, layout: str
+    world: Worlds, source: Path, precision: str, on_the_cpu: Path, tmp_path: Path, layout: str, starts: list[str]
 ) -> None:
     replicas, words = LAYOUTS[layout]
     run = tmp_path / "run"
-    world(2).train(job(source, run, replicas, precision, LAST, *words))
-    check(run, on_the_cpu, PRECISIONS[precision][1])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_resumed_job_goes_on_as_if_it_had_not_ended(
-    world: Worlds, source: Path, precision: str, on_the_cpu: Path, tmp_path: Path, layout: str
-) -> None:
-    replicas, words = LAYOUTS[layout]
-    run = tmp_path / "run"
-    for steps_so_far in ("training.max_steps=5", LAST):
-        world(2).train(job(source, run, replicas, precision, steps_so_far, *words))
+    world(2).train(*(job(source, run, replicas, precision, last, *words) for last in starts))
     check(run, on_the_cpu, PRECISIONS[precision][1])
