@@ -1,9 +1,12 @@
 """Loads Hugging Face folders with transformers, an optional dependency. Nothing is downloaded."""
 
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from hvd_transformer.errors import UserError, missing_extra
+
+_MOST_SAID = 300  # characters of an error of transformers
 
 
 def origin(folder: Path) -> str:
@@ -28,5 +31,5 @@ def from_folder(kind: str, folder: Path, given: str | None = None, **options: An
     try:
         return getattr(transformers, kind).from_pretrained(folder, **fixed, **options)
     except Exception as error:  # the type depends on the damage
-        said = str(error).strip().splitlines() or [""]
-        raise UserError(f"{given}: cannot be read: {type(error).__name__}: {said[0]}") from None
+        said = shorten(str(error), _MOST_SAID, placeholder=" …")  # on one line
+        raise UserError(f"{given}: cannot be read: {type(error).__name__}: {said}") from None

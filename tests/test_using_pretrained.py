@@ -269,6 +269,9 @@ def test_a_family_that_is_not_supported_is_told_those_that_are(
     told = run("hvd-train", *words, code=2)
     assert f"model_type={family} in its config.json: transformers has no {kind} of this family; " in told
     assert known in told and len(told.splitlines()) == 1
+    (other / "tokenizer.json").unlink()  # nor is its tokenizer looked at, or data prepared
+    assert run("hvd-train", *words, f"data.cache_dir={tmp_path / 'cache'}", code=2) == told
+    assert not (tmp_path / "cache").exists()
 
 
 def test_without_transformers_the_way_to_install_it_is_told(folder: Path) -> None:

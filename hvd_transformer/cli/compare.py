@@ -26,7 +26,7 @@ def compare(runs: tuple[str, ...], server: str | None, as_json: bool) -> None:
         service_options.print_json(found)
         return
     from hvd_transformer.cli.service_tables import print_table
-    from hvd_transformer.config.load import shown
+    from hvd_transformer.config.schema import shown
 
     names = [run["name"] for run in found["runs"]]
     rows = [["state", *(run["state"] for run in found["runs"])], ["step", *(run["step"] for run in found["runs"])]]

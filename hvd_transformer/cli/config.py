@@ -43,8 +43,7 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
     Complete configurations are compared: a key that a file leaves out has its default. `hvd-transformer compare` also
     knows the jobs of a service, and shows how runs ended.
     """
-    from hvd_transformer.config.load import shown
-    from hvd_transformer.config.schema import KEYS
+    from hvd_transformer.config.schema import KEYS, shown
 
     values = [_configuration(path) for path in (first, second)]
     differs = {key: [value[key] for value in values] for key in KEYS if values[0][key] != values[1][key]}

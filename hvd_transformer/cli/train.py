@@ -10,8 +10,8 @@ import click
 from hvd_transformer.cli import options
 from hvd_transformer.cli.main import run, version
 from hvd_transformer.cli.rank_process import run_ranks, tensor_of
-from hvd_transformer.config.load import dump, load, preset_names, preset_summary, shown
-from hvd_transformer.config.schema import KEYS, SECTIONS, Config, field, flatten
+from hvd_transformer.config.load import dump, load, preset_names, preset_summary
+from hvd_transformer.config.schema import KEYS, SECTIONS, Config, field, flatten, shown
 from hvd_transformer.errors import UserError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import math
 
 from hvd_transformer.config.fine_tuning_checks import check_fine_tuning
 from hvd_transformer.config.mixture import check_mixture
-from hvd_transformer.config.schema import LEARNED_TOKENIZERS, Config, ModelConfig, OptimizerConfig, allowed
+from hvd_transformer.config.schema import LEARNED_TOKENIZERS, Config, ModelConfig, OptimizerConfig, allowed, shown
 from hvd_transformer.errors import UserError
 
 
@@ -74,8 +74,8 @@ def _check_translation_keys(config: Config) -> None:
         value, default = getattr(config.model, key), type(config.model).model_fields[key].default
         if value != default:
             raise UserError(
-                f"model.{key}={str(value).lower()}: only with task=translation, not task={config.task}; leave it at "
-                f"{str(default).lower()}"
+                f"model.{key}={shown(value)}: only with task=translation, not task={config.task}; leave it at "
+                f"{shown(default)}"
             )
 
 
@@ -194,7 +194,7 @@ def _check_data_keys(config: Config) -> None:
             allowed_tasks = " or ".join(task if "." in task else f"task={task}" for task in tasks)
             raise UserError(
                 f"data.{key}={value}: not with task={config.task}, only with {allowed_tasks}; leave it at "
-                f"{'none' if default is None else default}"
+                f"{shown(default)}"
             )
     check_mixture(data)
     if data.document_mask and data.batching == "columns":
@@ -205,7 +205,7 @@ def _check_data_keys(config: Config) -> None:
     sample, default = data.tokenizer_sample_mb, type(data).model_fields["tokenizer_sample_mb"].default
     if sample != default and data.tokenizer != "bpe" and config.task in _BUILT_IN:
         raise UserError(
-            f"data.tokenizer_sample_mb={'none' if sample is None else sample}: only with data.tokenizer=bpe; "
+            f"data.tokenizer_sample_mb={shown(sample)}: only with data.tokenizer=bpe; "
             f"data.tokenizer={data.tokenizer} "
             + ("counts the whole training split" if data.tokenizer in LEARNED_TOKENIZERS else "is not learned")
         )
@@ -221,8 +221,9 @@ def _check_tokenizer(config: Config) -> None:
     for key in ("vocab_size", "min_frequency"):
         value, default = getattr(data, key), type(data).model_fields[key].default
         if value != default:
-            shown = "none" if default is None else default
-            raise UserError(f"data.{key}={value}: not with {given}, whose vocabulary is fixed; leave it at {shown}")
+            raise UserError(
+                f"data.{key}={value}: not with {given}, whose vocabulary is fixed; leave it at {shown(default)}"
+            )
 
 
 _WITH_ADAM = ("adam", "adamw", "muon")
@@ -238,13 +239,9 @@ def _check_without_effect(optimizer: OptimizerConfig) -> None:
             value, default = getattr(optimizer, key), OptimizerConfig.model_fields[key].default
             if chosen not in choices and value != default:
                 raise UserError(
-                    f"optimizer.{key}={_shown(value)}: only with optimizer.{other}={' or '.join(choices)}; with "
-                    f"{chosen} leave it at {_shown(default)}"
+                    f"optimizer.{key}={shown(value)}: only with optimizer.{other}={' or '.join(choices)}; with "
+                    f"{chosen} leave it at {shown(default)}"
                 )
-
-
-def _shown(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _check_tensor(config: Config) -> None:

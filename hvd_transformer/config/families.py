@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hvd_transformer.config.schema import Config
+from hvd_transformer.config.schema import Config, shown
 from hvd_transformer.errors import UserError
 
 FAMILIES = ("llama", "qwen3")
@@ -50,8 +50,8 @@ def with_own_blocks(config: Config) -> Config:
         value, wanted = getattr(config.model, key), keys.get(key, entry.default)
         if key not in _FREE and value not in (entry.default, wanted):
             raise UserError(
-                f"model.{key}={value}: not with model.pretrained={folder}, which has {wanted}; leave it at "
-                f"{entry.default}"
+                f"model.{key}={shown(value)}: not with model.pretrained={folder}, which has {shown(wanted)}; "
+                f"leave it at {shown(entry.default)}"
             )
     values = config.model.model_dump() | keys
     try:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hvd_transformer.config.families import read_folder
-from hvd_transformer.config.schema import Config
+from hvd_transformer.config.schema import Config, shown
 from hvd_transformer.errors import UserError
 
 
@@ -51,7 +51,7 @@ def _check_pretrained(config: Config) -> None:
             if (section, key) in alone and may_be_own and read_folder(folder) is None:
                 raise UserError(f"{section}.{key}={value}: needs {folder / 'config.json'}, which cannot be read here")
             why = "which has its own" if (section, key) in own else "which only supports data parallelism"
-            raise UserError(f"{section}.{key}={value}: not with {origin}, {why}; leave it at {default}")
+            raise UserError(f"{section}.{key}={shown(value)}: not with {origin}, {why}; leave it at {shown(default)}")
 
 
 def _check_messages(config: Config) -> None:
@@ -59,4 +59,4 @@ def _check_messages(config: Config) -> None:
     for key in ("batching", "text_column", "sources", "document_mask"):
         value, default = getattr(data, key), type(data).model_fields[key].default
         if value != default:
-            raise UserError(f"data.{key}={value}: not with {given}; leave it at {default}")
+            raise UserError(f"data.{key}={shown(value)}: not with {given}; leave it at {shown(default)}")

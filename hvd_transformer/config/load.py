@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from hvd_transformer.config import strict_yaml
 from hvd_transformer.config.checks import check
 from hvd_transformer.config.families import with_own_blocks
-from hvd_transformer.config.schema import KEYS, SECTIONS, Config, allowed, field, may_change
+from hvd_transformer.config.schema import KEYS, SECTIONS, Config, allowed, field, may_change, shown
 from hvd_transformer.errors import UserError
 
 PRESETS = resources.files("hvd_transformer.config") / "presets"
@@ -220,18 +220,6 @@ def _wanted(key: str, message: str) -> str:
 def _has_bool(value: Any) -> bool:
     parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
     return any(isinstance(part, bool) or (isinstance(part, (dict, list)) and _has_bool(part)) for part in parts)
-
-
-def shown(value: Any) -> str:
-    """A value as the user would type it, on one line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{shown(name)}: {shown(inner)}" for name, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(shown, value)) + "]"
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    text = str(value)
-    return text if text.isprintable() else repr(text)
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:

@@ -124,6 +124,18 @@ def allowed(key: str) -> str | None:
     return found
 
 
+def shown(value: Any) -> str:
+    """A value as the user would type it, on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{shown(name)}: {shown(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(shown, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    text = str(value)
+    return text if text.isprintable() else repr(text)
+
+
 def built_in(pattern: str) -> list[str]:
     """The words among the alternatives of a key's pattern, such as the built-in tasks."""
     return [word for word in pattern.removeprefix("^(").removesuffix(")$").split("|") if word.isidentifier()]

@@ -43,7 +43,7 @@ def load_classifier(folder: Path, labels: Sequence[str], pad: int) -> tuple[nn.M
     Raises `UserError` if the folder holds no such model.
     """
     names = dict(enumerate(labels))
-    _check_family(folder, "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "classifier")
+    check_classifies(folder)
     model, new = _load(
         "AutoModelForSequenceClassification",
         folder,
@@ -63,7 +63,7 @@ def load_classifier(folder: Path, labels: Sequence[str], pad: int) -> tuple[nn.M
 def load_language_model(folder: Path) -> nn.Module:
     """Load a causal language model, in the default dtype. Raises `UserError` if the folder holds none."""
     model: nn.Module
-    _check_family(folder, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal language model")
+    check_continues_texts(folder)
     model, new = _load("AutoModelForCausalLM", folder)
     if new:
         raise UserError(f"{origin(folder)}: no causal language model: {type(model).__name__} lacks {new[0]}")
@@ -72,6 +72,16 @@ def load_language_model(folder: Path) -> nn.Module:
             f"{origin(folder)}: no causal language model: {type(model).__name__} also attends to later tokens"
         )
     return model
+
+
+def check_classifies(folder: Path) -> None:
+    """Raise `UserError` if transformers has no classifier of the folder's family."""
+    _check_family(folder, "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "classifier")
+
+
+def check_continues_texts(folder: Path) -> None:
+    """Raise `UserError` if transformers has no causal language model of the folder's family."""
+    _check_family(folder, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal language model")
 
 
 # Families of encoder-decoders that translate.

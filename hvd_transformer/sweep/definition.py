@@ -9,8 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hvd_transformer.config import strict_yaml
-from hvd_transformer.config.load import shown
-from hvd_transformer.config.schema import KEYS
+from hvd_transformer.config.schema import KEYS, shown
 from hvd_transformer.errors import UserError
 
 MAX_TRIALS = 1000

@@ -5,7 +5,7 @@ import io
 from typing import Any
 
 from hvd_transformer import atomic
-from hvd_transformer.config.load import shown
+from hvd_transformer.config.schema import shown
 from hvd_transformer.errors import UserError
 from hvd_transformer.reporting.step_lines import is_number
 from hvd_transformer.sweep.definition import Range

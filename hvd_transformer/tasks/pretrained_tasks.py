@@ -79,6 +79,7 @@ class PretrainedClassificationTask(PretrainedTask, ClassificationTask):
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedExamples:
         folder = folder_of(config)
+        pretrained.check_classifies(folder)  # before its data is prepared
         tokenizer = folder_tokenizer(config).with_pad()
         if tokenizer is None:
             raise UserError(f"{origin(folder)}: its tokenizer has no pad token, which fills a batch, and no eos_token")
@@ -157,11 +158,17 @@ class PretrainedLanguageModelTask(_CausalTask, LanguageModelTask):
 
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
+        pretrained.check_continues_texts(folder_of(config))
         return prepare_sources(config.data, folder_tokenizer(config), context)
 
 
 class PretrainedChatTask(_CausalTask, ChatTask):
     """Fine-tunes a Hugging Face causal language model on conversations, as transformers builds it."""
+
+    @classmethod
+    def prepare(cls, config: Config, context: PrepareContext) -> PreparedExamples:
+        pretrained.check_continues_texts(folder_of(config))
+        return super().prepare(config, context)
 
     def input_lengths(self, batch: Batch) -> list[int]:
         return [batch[0].size(1) - 1]  # the last token is a target only

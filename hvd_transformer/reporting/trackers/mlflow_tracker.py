@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from hvd_transformer.config.load import shown
+from hvd_transformer.config.schema import shown
 from hvd_transformer.reporting.step_lines import is_number
 from hvd_transformer.reporting.trackers.tracker import DEFAULT_PROJECT, Job, Refused, Row, in_parts, without_passwords
 

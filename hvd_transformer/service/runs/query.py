@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvd_transformer.config.load import shown
+from hvd_transformer.config.schema import shown
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.jobs import Job, State
 from hvd_transformer.service.runs.metrics.metrics_rows import number
