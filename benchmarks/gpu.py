@@ -1,10 +1,10 @@
 """Training on one GPU: model FLOPs utilization (MFU), memory beside `plan`, pipelines on one card, checkpoints.
 
-    python -m benchmarks.gpu --json benchmarks/results/gpu.json --profile gpu-profile.txt
+    python -m benchmarks.gpu --json benchmarks/results/gpu.json --profile gpu-profile.txt --tests
 
-MFU is relative to the fastest dense matrix product that this card showed in the same run; attention counts in full, as
-in PaLM's MFU (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). `--dry-run` does all of it in a small size on the
-CPU.
+It takes nine minutes at most and ends with the goals of `gpu_goals.py`; the exit code is 1 if one is missed. MFU is
+relative to the fastest dense matrix product that this card showed in the same run; attention counts in full, as in
+PaLM's MFU (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). `--dry-run` does all of it in a small size on the CPU.
 """
 
 import gc
@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,12 +27,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.command_line import write_figures
+from benchmarks.gpu_cases import Case, cases
+from benchmarks.gpu_goals import judge, run_tests
 from hvd_transformer.bench.device import measure_device
 from hvd_transformer.bench.synthetic_task import SyntheticTask
 from hvd_transformer.bench.timing import call_seconds, synchronize
 from hvd_transformer.checkpoint.capture import Capture
 from hvd_transformer.comm.world import World
-from hvd_transformer.config import Config, load
 from hvd_transformer.data.sampler import Replica, StepPlan
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.device_peak import device_name, device_peak
@@ -43,29 +43,8 @@ from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 from hvd_transformer.training.training_step import TrainingStep
 
-VOCABULARY = 32_768
-TUTORIAL_WORDS = 28_783  # of WikiText-2
 WARM_UP, BLOCKS = 3, 3
-
-# Random tokens teach nothing: a low rate keeps the loss finite.
-COMMON = ("training.precision=bf16", "optimizer.lr=1e-6", "parallel.partition=uniform", "parallel.recompute=never")
-# For the CPU, which compiles in fp32 only.
-SMALL = ("model.num_layers=6", "model.d_model=64", "model.num_heads=8", "model.d_feedforward=64")
-DRY = (*SMALL, "training.precision=fp32", "data.sequence_length=32", "training.batch_size=4")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row: a preset with settings; the stages of a pipeline share the card, each with streams of its own."""
-
-    name: str
-    preset: str
-    settings: Sequence[str]
-    vocab_size: int = VOCABULARY
-    checkpoint: bool = False  # measure one, too
-
-    def config(self, *, dry: bool) -> Config:
-        return load(self.preset, overrides=[*COMMON, *self.settings, *(DRY if dry else ["training.device=cuda"])])
+MOST_SECONDS = 540.0  # with the tests
 
 
 class Planned(NamedTuple):
@@ -73,40 +52,6 @@ class Planned(NamedTuple):
 
     flops: float
     memory: float
-
-
-def _both(name: str, preset: str, *settings: str, vocab_size: int = VOCABULARY, checkpoint: bool = False) -> list[Case]:
-    return [
-        Case(f"{name}, eager", preset, settings, vocab_size, checkpoint),
-        Case(f"{name}, compiled", preset, [*settings, "training.compile=true"], vocab_size),
-    ]
-
-
-def _tutorial(batch_size: int, stages: int = 1, micro_batches: int = 1) -> list[str]:
-    """A sequence has 35 tokens."""
-    sizes = {"training.batch_size": batch_size, "parallel.pipeline": stages, "parallel.micro_batches": micro_batches}
-    return [*(f"{key}={value}" for key, value in sizes.items()), "optimizer.warmup_steps=0"]
-
-
-def cases() -> list[Case]:
-    """The rows, in order."""
-    pieces = [
-        Case(
-            f"tutorial-1b, 16k tokens in 4 micro-batches, {stages} stage{'s' if stages > 1 else ''}",
-            "tutorial-1b",
-            _tutorial(468, stages, 4),
-            TUTORIAL_WORDS,
-        )
-        for stages in (1, 2, 4)
-    ]
-    return [
-        *_both("tutorial-1b, 8k tokens", "tutorial-1b", *_tutorial(234), vocab_size=TUTORIAL_WORDS),
-        *_both("llama-1b, 8k tokens", "llama-1b", "training.batch_size=4", checkpoint=True),
-        *_both("gpt-small, 16k tokens", "gpt-small", "training.batch_size=16"),
-        *_both("tutorial-1b, 16k tokens", "tutorial-1b", *_tutorial(468), vocab_size=TUTORIAL_WORDS),
-        *pieces,
-        *_both("llama-1b, 16k tokens", "llama-1b", "training.batch_size=8"),
-    ]
 
 
 def planned(case: Case, *, dry: bool) -> Planned:
@@ -228,17 +173,54 @@ def row(name: str, found: Mapping[str, Any], plan: Planned, figures: Mapping[str
 @click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Measured in each of three blocks.")
 @click.option("--only", default="", help="Cases whose name has this in it.")
 @click.option("--profile", "profile_file", type=click.Path(path_type=Path), help="Write the profiler's tables to this.")
-@click.option("--profile-only", default="8k", show_default=True, help="Of the cases whose name has this in it.")
+@click.option("--profile-only", default="", help="Of the cases whose name has this in it.")
+@click.option("--tests", is_flag=True, help="Then run tests/gpu, until nine minutes have passed in all.")
 @click.option("--dry-run", "dry", is_flag=True, help="All of it in a small size on the CPU.")
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write every figure to this, too.")
-def main(steps: int, only: str, profile_file: Path | None, profile_only: str, dry: bool, file: Path | None) -> None:
+def main(
+    steps: int, only: str, profile_file: Path | None, profile_only: str, tests: bool, dry: bool, file: Path | None
+) -> None:
     """Measure training on one GPU."""
+    began = time.monotonic()
     if not dry and not torch.cuda.is_available():
         raise click.UsageError("torch finds no usable GPU; --dry-run does all of it in a small size on the CPU")
-    chosen = [case for case in cases() if only in case.name]
+    chosen = _chosen("--only", only, cases())
+    if profile_file is not None:
+        _chosen("--profile-only", profile_only, chosen)
+    for option, path in (("--json", file), ("--profile", profile_file)):
+        _check_writable(option, path)
     with ProcessPoolExecutor(1 if dry else 8, get_context("spawn")) as pool:  # beside the first measurement
         plans = {case.name: pool.submit(planned, case, dry=dry) for case in chosen}
-        _measure_all(chosen, plans, steps, profile_file, profile_only, dry=dry, file=file)
+        figures = _measure_all(chosen, plans, steps, profile_file, profile_only, dry=dry, file=file)
+    goals = judge(figures)
+    if tests:
+        goals.append(run_tests(max(1.0, MOST_SECONDS - (time.monotonic() - began))))
+    if dry:
+        goals = []  # a CPU reaches none
+    write_figures(file, {**figures, "goals": [goal._asdict() for goal in goals]})
+    for goal in goals:
+        click.echo(goal)
+    failed = any("failed" in found for found in figures.values() if isinstance(found, dict))
+    sys.exit(failed or not all(goal.reached for goal in goals))
+
+
+def _chosen(option: str, part: str, among: Sequence[Case]) -> list[Case]:
+    """Those whose name has this in it. Raises `UsageError` if there are none."""
+    found = [case for case in among if part in case.name]
+    if not found:
+        raise click.UsageError(f"{option} {part}: in no name of {'; '.join(case.name for case in among)}")
+    return found
+
+
+def _check_writable(option: str, file: Path | None) -> None:
+    """Raise `UsageError` now, before anything is measured."""
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+    except OSError as error:
+        raise click.UsageError(f"{option} {file}: cannot be written: {error.strerror}") from None
 
 
 def _measure_all(
@@ -250,7 +232,7 @@ def _measure_all(
     *,
     dry: bool,
     file: Path | None,
-) -> None:
+) -> dict[str, Any]:
     device = torch.device("cpu") if dry else torch.device("cuda", 0)
     precision = "fp32" if dry else "bf16"
     measured, published = measure_device(device), device_peak(device, precision)
@@ -279,11 +261,10 @@ def _measure_all(
             click.echo(row(case.name, found, plan, figures))
         write_figures(file, figures)
         if profile_file is not None:
-            profile_file.parent.mkdir(parents=True, exist_ok=True)
             profile_file.write_text("\n\n".join(tables), encoding="utf-8")
         with suppress(RuntimeError):  # after some errors the device takes nothing more
             release(device)
-    sys.exit(any("failed" in found for found in figures.values() if isinstance(found, dict)))
+    return figures
 
 
 def _driver() -> str | None:

@@ -27,14 +27,16 @@ pytestmark = [
     pytest.mark.skipif(not _has_nccl(), reason="needs Horovod with NCCL"),
 ]
 
-# The replicas of each, and settings.
+# The ranks and replicas of each, and settings. Without a second rank the second card has the second stage.
 LAYOUTS = {
-    "replicas": (2, []),
-    "small buckets": (2, ["communication.bucket_mb=0.001", "communication.embedding_rows=always"]),
-    "zero-1": (2, ["parallel.optimizer_shard=state"]),
-    "zero-2": (2, ["parallel.optimizer_shard=gradients", "communication.bucket_mb=0.001"]),
-    "tensor": (1, ["parallel.tensor=2", "parallel.vocab_parallel=true"]),
-    "tensor over Horovod": (1, ["parallel.tensor=2", "communication.tensor_backend=horovod"]),
+    "replicas": (2, 2, []),
+    "small buckets": (2, 2, ["communication.bucket_mb=0.001", "communication.embedding_rows=always"]),
+    "zero-1": (2, 2, ["parallel.optimizer_shard=state"]),
+    "zero-2": (2, 2, ["parallel.optimizer_shard=gradients", "communication.bucket_mb=0.001"]),
+    "tensor": (2, 1, ["parallel.tensor=2", "parallel.vocab_parallel=true"]),
+    "tensor over Horovod": (2, 1, ["parallel.tensor=2", "communication.tensor_backend=horovod"]),
+    "stages": (1, 1, ["parallel.pipeline=2", "parallel.micro_batches=4"]),
+    "stages, zero bubble": (1, 1, ["parallel.pipeline=2", "parallel.schedule=zero_bubble", "parallel.micro_batches=4"]),
 }
 # Settings of each, and the tolerance. In fp32 updates and the next step are queued before a step is read.
 PRECISIONS = {
@@ -92,7 +94,7 @@ def check(run: Path, wanted: Path, tolerance: float) -> None:
 def test_two_cards_train_as_the_cpu_does(
     world: Worlds, source: Path, precision: str, on_the_cpu: Path, tmp_path: Path, layout: str, starts: list[str]
 ) -> None:
-    replicas, words = LAYOUTS[layout]
+    ranks, replicas, words = LAYOUTS[layout]
     run = tmp_path / "run"
-    world(2).train(*(job(source, run, replicas, precision, last, *words) for last in starts))
+    world(ranks).train(*(job(source, run, replicas, precision, last, *words) for last in starts))
     check(run, on_the_cpu, PRECISIONS[precision][1])

@@ -21,7 +21,14 @@ from hvd_transformer.monitoring.host_usage import HostMemory
 from hvd_transformer.reporting.progress import Silent
 from hvd_transformer.tasks.decoder_task import DecoderTask
 from hvd_transformer.training import batch_size_search
-from hvd_transformer.training.batch_size_search import _can_try, _leaves_enough, by_trial, search, settle_batch_size
+from hvd_transformer.training.batch_size_search import (
+    _can_try,
+    _leaves_enough,
+    by_plan,
+    by_trial,
+    search,
+    settle_batch_size,
+)
 from hvd_transformer.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -139,6 +146,26 @@ def test_another_error_of_a_trial_is_not_hidden(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Block, "forward", forward)
     with pytest.raises(RuntimeError, match="shapes differ"):
         by_trial(trainer(fixed()))(2)
+
+
+def test_with_zero_a_size_fits_into_the_smallest_of_a_rank_s_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    totals, asked = {0: 80, 1: 40}, list[tuple[str, int]]()
+
+    def fits(config: Config, size: int, vocab_size: int, dp: int, limit: float) -> bool:
+        asked.append((config.training.device, size))
+        return size <= limit
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=totals[device.index])
+
+    monkeypatch.setattr(batch_size_search, "fits_by_plan", fits)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    config = fixed("parallel.optimizer_shard=state")
+    devices = tuple(torch.device("cuda", index) for index in totals)
+    mesh = SimpleNamespace(dp=2, device=devices[0], devices=devices)
+    fit = by_plan(config, FakeWorld(), mesh, trainer(fixed()).task)  # type: ignore[arg-type]
+    assert [fit(40), fit(41)] == [True, False]
+    assert asked == [("cuda", 40), ("cuda", 41)]
 
 
 def test_all_ranks_take_the_least_of_what_fits() -> None:

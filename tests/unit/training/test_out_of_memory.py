@@ -8,6 +8,7 @@ import torch
 from commands import Done, command
 from small_job import settings, write_texts
 
+from hvd_transformer.comm.world import World
 from hvd_transformer.launch.attempt import AttemptResult
 from hvd_transformer.launch.restart_policy import Limits, RestartPolicy
 from hvd_transformer.models.layers import Block
@@ -109,6 +110,13 @@ def test_without_a_plan_the_line_says_what_is_known(
     done = train(corpus, tmp_path / "run")
     assert done.returncode == 2
     assert told(done).endswith(" at most. A smaller training.batch_size needs less")
+
+
+def test_a_gpu_is_named_with_what_it_has_and_what_this_process_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 70 << 30)
+    words = out_of_memory._device_words(torch.device("cuda", 1), World())
+    assert words == "cuda:1 has 80.0 GiB, 1.0 GiB of it free; this process had 70.0 GiB allocated at most"
 
 
 @pytest.mark.parametrize(
