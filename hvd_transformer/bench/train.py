@@ -29,6 +29,7 @@ from hvd_transformer.bench.timing import (
     slowest,
     warm_up,
 )
+from hvd_transformer.comm.streams import has_streams
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config
 from hvd_transformer.config.batch_size import check_step_size
@@ -164,6 +165,7 @@ def trainer_of(
     if (why := compile_layers(config, task, mesh, world)) is not None:
         raise UserError(f"training.compile=true: {why}")
     heartbeat.timeline = trainer.engine.timeline
+    heartbeat.backward_has_threads = has_streams(mesh.device)
     try:
         yield trainer
     finally:

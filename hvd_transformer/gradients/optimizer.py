@@ -121,8 +121,9 @@ class FlatOptimizer:
         for group in self._groups:
             divisor = None
             if factor != 1.0 and group.parameters[0].dtype == torch.float32:
-                # In the same pass over memory. The kernels divide, by a float32 number.
-                divisor = torch.tensor(1 / factor, dtype=torch.float32, device=group.parameters[0].device)
+                # In the same pass over memory. The kernels divide, by a float32 number; `full`, unlike `tensor`, does
+                # not wait for a GPU.
+                divisor = torch.full((), 1 / factor, dtype=torch.float32, device=group.parameters[0].device)
             elif factor != 1.0:
                 torch._foreach_mul_(group.gradients, factor)
             self._update(group, learning_rate, divisor)

@@ -13,11 +13,12 @@ and the results are spread in the same way.
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
-from hvd_transformer.comm.group import Group
+from hvd_transformer.comm.group import MAX_MESSAGE, Group
 from hvd_transformer.gradients.buffers import GradBuffer, ParamSlot
 from hvd_transformer.nn.contracts import TensorSplit
 from hvd_transformer.nn.parallel_layers import split_range
@@ -143,10 +144,12 @@ class _Replicated(_Shares):
 
     def spread(self, wholes: Mapping[_Matrix, Tensor], parts: Mapping[_Matrix, Tensor]) -> None:
         """`wholes` are among `parts`: they have been overwritten there."""
-        if self._group.size > 1 and any(self._owned):
-            flat = _flat(list(wholes.values()), self._owned)
+        if self._group.size == 1:
+            return
+        for owned in _rounds(self._owned, MAX_MESSAGE):
+            flat = _flat([wholes[matrix] for matrix in owned[self._group.rank]], owned)
             gathered = self._group.all_gather_async(flat, f"{self._name}.spread")()
-            _unpack(gathered, [parts[matrix] for owned in self._owned for matrix in owned])
+            _unpack(gathered, [parts[matrix] for of_rank in owned for matrix in of_rank])
 
 
 class _Sharded(_Shares):
@@ -198,6 +201,26 @@ def _balanced(costs: Sequence[float], count: int) -> list[int]:
         heapq.heapreplace(loads, (load + costs[place], owner))
         owners[place] = owner
     return owners
+
+
+def _rounds(owned: Sequence[Sequence[_Matrix]], most: int) -> list[list[list[_Matrix]]]:
+    """The matrices of each rank in messages that have at most so many bytes together; a larger matrix goes alone.
+
+    Horovod's NCCL all-gather counts the bytes in 32 bits (horovod/common/ops/nccl_operations.cc).
+    """
+    rounds: list[list[list[_Matrix]]] = []
+    total = most
+    for row in zip_longest(*owned):
+        for rank, matrix in enumerate(row):
+            if matrix is None:
+                continue
+            size = (matrix.stop - matrix.start) * matrix.buffer.parameters.itemsize
+            if total + size > most:
+                rounds.append([[] for _ in owned])
+                total = 0
+            rounds[-1][rank].append(matrix)
+            total += size
+    return rounds
 
 
 def _flat(tensors: Sequence[Tensor], owned: Sequence[Sequence[_Matrix]]) -> Tensor:

@@ -38,6 +38,7 @@ class Heartbeat:
         self.work_seconds: float | None = None  # per step, when the ranks' work was last compared: `Stragglers`
         self.link: Collectives | None = None  # a rank is watched before it has joined the world
         self.timeline: Timeline | None = None
+        self.backward_has_threads = False  # of its own, autograd's, which have no span: on a GPU
         # Seconds of the last 100 periods of each kind. The step after an evaluation or a checkpoint counts toward that
         # period, because a rank waits there for slower ranks. Periods that happen once (start, end) are not recorded.
         self.lasted = {period: deque[float](maxlen=100) for period in ("step", "evaluation", "checkpoint")}
@@ -79,10 +80,17 @@ class Heartbeat:
         if spans:
             # Of several stages one that works, if any does. What other threads wait for is not in the way of a span.
             waits = {thread: collective for collective, thread in waiting.items()}
-            name, thread = min(spans.values(), key=lambda span: span[1] in waits)
-            kind = name.split()[0]
-            phase = {"batches": "data", "weights": "backward"}.get(kind, kind)
-            phase, waits_for = "evaluation" if self.phase == "evaluation" else phase, waits.get(thread)
+            owners = {thread for _, thread in spans.values()}
+            rest = (collective for thread, collective in waits.items() if thread not in owners)
+            of_backward = next(rest, None) if self.backward_has_threads else None
+
+            def found(span: tuple[str, int]) -> tuple[str, str | None]:
+                kind, thread = span[0].split()[0], span[1]
+                phase = {"batches": "data", "weights": "backward"}.get(kind, kind)
+                return phase, waits.get(thread) or (of_backward if phase == "backward" else None)
+
+            phase, waits_for = min(map(found, spans.values()), key=lambda place: place[1] is not None)
+            phase = "evaluation" if self.phase == "evaluation" else phase
         else:
             phase, waits_for = self.phase, next(iter(waiting), None)
             if phase == "step":

@@ -9,6 +9,7 @@ from typing import Any
 
 from hvd_transformer.checkpoint.restore import read_checked
 from hvd_transformer.checkpoint.shared_folder import with_verification
+from hvd_transformer.comm.streams import has_streams
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config
 from hvd_transformer.config.batch_size import check_step_size
@@ -115,6 +116,7 @@ def _train(
     mesh, heartbeat = trainer.mesh, watchdog.heartbeat
     watchdog.use(directory.path / "logs", world.hosts)
     heartbeat.timeline = trainer.engine.timeline
+    heartbeat.backward_has_threads = has_streams(mesh.device)
     log.info("rank %d of %d (%s) on %s, %s", world.rank, world.size, world.backend, world.host, mesh.device)
     trainer.engine.check_replicas("at the start")
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,8 +10,10 @@ from plain_muon import by_singular_values, closed_form_in_torch
 from thread_world import make_worlds, on_ranks
 from torch import Tensor, nn
 
+from hvd_transformer.comm.group import Group
 from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import ModelConfig, OptimizerConfig
+from hvd_transformer.gradients import shared_matrices
 from hvd_transformer.gradients.buffers import WHOLE, ZeroShard, make_grad_buffers
 from hvd_transformer.gradients.muon import STEPS as ORTHOGONALISING_STEPS
 from hvd_transformer.gradients.muon import hidden_matrices, orthogonalise, orthogonalise_cost
@@ -155,6 +157,29 @@ def test_any_number_of_ranks_computes_the_same_bits(dp: int, tp: int, zero: str)
     """13 replicas have more ranks than buffers have matrices; shards cut matrices anywhere."""
     (wanted,) = train(dtype=torch.float32)
     check_is_whole(train(dp, tp, zero, dtype=torch.float32), wanted, tp, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dp", [3, 13])
+def test_no_message_is_larger_than_horovod_can_count(dp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (wanted,) = train(dtype=torch.float32)
+    sent: dict[int, list[int]] = {rank: [] for rank in range(dp)}
+    gather = Group.all_gather_async
+
+    def recorded(group: Group, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        if name.endswith(".spread"):
+            sent[group.rank].append(tensor.nbytes)
+        return gather(group, tensor, name)
+
+    monkeypatch.setattr(Group, "all_gather_async", recorded)
+    for most in (1 << 30, 2400, 1):
+        monkeypatch.setattr(shared_matrices, "MAX_MESSAGE", most)
+        check_is_whole(train(dp, dtype=torch.float32), wanted, 1, rtol=0, atol=0)
+        together = [sum(sizes) for sizes in zip(*sent.values(), strict=True)]
+        largest = max(max(sizes) for sizes in sent.values())  # which is one matrix where `most` is 1
+        assert max(together) <= (most if most > 1 else largest)
+        assert len(together) == STEPS * {1 << 30: 1, 2400: 4, 1: 12}[most]
+        for sizes in sent.values():
+            sizes.clear()
 
 
 def test_replicas_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

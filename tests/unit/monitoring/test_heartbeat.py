@@ -47,6 +47,24 @@ def test_a_stage_may_wait_for_a_collective() -> None:
         assert heartbeat.place() == ("forward", "parameters 1")
 
 
+def test_on_a_gpu_autograds_threads_wait_for_backward() -> None:
+    """They run its hooks, which send gradients and may wait; the span is of the thread that has called backward."""
+    heartbeat = in_a_step()
+    assert heartbeat.link and heartbeat.timeline
+    heartbeat.backward_has_threads = True
+    heartbeat.link.waiting = {"bucket.4": -1}
+    with heartbeat.timeline.span("stage 0", "backward 3"):
+        assert heartbeat.place() == ("backward", "bucket 4")
+        heartbeat.timeline.now["stage 1"] = "forward 3", threading.get_ident() + 1
+        assert heartbeat.place() == ("forward", None)  # this one works
+        heartbeat.link.waiting = {}
+        del heartbeat.timeline.now["stage 1"]
+        assert heartbeat.place() == ("backward", None)
+    heartbeat.link.waiting = {"bucket.4": -1}
+    with heartbeat.timeline.span("stage 0", "forward 3"):
+        assert heartbeat.place() == ("forward", None)
+
+
 def test_outside_of_steps_its_own_word_counts() -> None:
     heartbeat = in_a_step()
     assert heartbeat.link and heartbeat.timeline
