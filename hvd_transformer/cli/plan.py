@@ -50,7 +50,7 @@ def plan(
     bubbles (how long the stages wait for each other).
 
     Takes the settings of hvd-train, for example
-    `hvd-transformer plan --preset tutorial-1b --memory-gib 16 parallel.recompute=always`.
+    `hvd-transformer plan --preset tutorial-1b --memory-gib 16 training.device=cuda`.
 
     With --scale it predicts time per step, tokens per second and memory of every layout of data, tensor and pipeline
     parallelism on so many devices, from what `hvd-transformer bench` measured on this machine or from --constants.

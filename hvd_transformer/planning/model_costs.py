@@ -89,9 +89,8 @@ def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[Fa
 
     Raises `UserError` if one of them has more bytes than a 64-bit number tells.
     """
-    # If training may use a GPU, the GPU's chunk is planned for: it is the larger one.
-    chunk = config.model.loss_chunk or (None if config.training.device == "cpu" else GPU_CHUNK)
     on_gpu = for_gpu(config)
+    chunk = config.model.loss_chunk or (GPU_CHUNK if on_gpu else None)
     with ExitStack() as stack:
         for inside in (_sizes_in_64_bits(), FakeTensorMode(), assume_gpu(on_gpu), dry_run("memory")):
             stack.enter_context(inside)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
 
+from hvd_transformer.config.schema import Config
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES
 from hvd_transformer.planning.memory_plan import RECOMPUTES, MemoryPlan, StageCost
+from hvd_transformer.planning.model_costs import for_gpu
 from hvd_transformer.planning.schedule_drawing import draw_text, makespan
 
 # The number of micro-batches drawn if there is no room for all.
@@ -43,6 +45,7 @@ def _headline(plan: MemoryPlan) -> str:
         "pipeline": f"{parallel.pipeline} stage{'s' if parallel.pipeline > 1 else ''}, schedule {parallel.schedule}, "
         f"recompute {parallel.recompute}",
         "computation": f"{training.precision}, optimizer {config.optimizer.name}",
+        "device": _device(config),
     }
     if parallel.tensor > 1:
         lines["tensor"] = f"{parallel.tensor} ranks split the matrices; this plan is for one of them"
@@ -54,6 +57,13 @@ def _headline(plan: MemoryPlan) -> str:
         }
         lines["replicas"] = f"{plan.dp}{shared[parallel.optimizer_shard]}"
     return "\n".join(f"{name + ':':<15}{text}" for name, text in lines.items())
+
+
+def _device(config: Config) -> str:
+    if for_gpu(config):
+        return "GPU"
+    found = config.training.device == "auto"
+    return "CPU, as there is no GPU here; training.device=cuda plans for GPUs" if found else "CPU"
 
 
 def _layers(plan: MemoryPlan) -> str:
@@ -111,7 +121,7 @@ def _activations(plan: MemoryPlan) -> str:
 def _fits(plan: MemoryPlan, memory_gib: float) -> str:
     unit, number = _unit(max(sum(plan.memory(stage)) for stage in plan.stages))
     limit = memory_gib * 2**30
-    together = plan.config.training.device == "cpu" and len(plan.stages) > 1  # they share the rank's memory
+    together = not for_gpu(plan.config) and len(plan.stages) > 1  # they share the rank's memory
     lines = [f"With {memory_gib:g} GiB: weights + gradients + optimizer + activations = total, {unit}"]
     for index, stage in enumerate(plan.stages):
         *parts, total = (f"{part:,.2f}" for part in _sum(plan, stage, number))

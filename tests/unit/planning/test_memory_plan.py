@@ -195,12 +195,17 @@ def test_the_pipelines_peak_where_onednn_multiplies(
     assert 0.998 * planned <= measured <= 1.002 * planned + largest
 
 
-def test_logits_are_a_gpus_unless_a_cpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("here", [True, False])
+def test_logits_are_those_of_the_device(here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A micro-batch of 640 tokens: a GPU takes them at once, a CPU 256 at a time where the vocabulary is large."""
     monkeypatch.setattr(cross_entropy, "CPU_LOGITS", 256 * V)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: here)
     words = ["training.batch_size=64", "parallel.pipeline=2", "parallel.partition=[4, 1]"]
-    gpu, cpu = (small_plan(*words, f"training.device={device}").stages[1] for device in ("auto", "cpu"))
-    more = gpu.activations["1f1b", "never"] - cpu.activations["1f1b", "never"]
+    gpu, cpu, auto = (
+        small_plan(*words, f"training.device={device}").stages[1].activations for device in ("cuda", "cpu", "auto")
+    )
+    assert auto == (gpu if here else cpu)
+    more = gpu["1f1b", "never"] - cpu["1f1b", "never"]
     # Logits, whose memory then holds their gradients; a loop over chunks still holds one of the chunk before.
     assert more >= (640 - 2 * 256) * V * 4
 

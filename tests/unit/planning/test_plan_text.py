@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from small_plan import SMALL, small_plan
 from torch import nn
@@ -18,8 +19,9 @@ from hvd_transformer.planning.plan_text import plan_text
 
 
 def test_text_is_narrow_and_its_arithmetic_adds_up() -> None:
-    plan = make_plan(load("tutorial-1b"))
+    plan = make_plan(load("tutorial-1b", overrides=["training.device=cuda"]))
     text = plan_text(plan, 80, 4.5)
+    assert "\ndevice:        GPU\n" in text
     assert max(map(len, text.splitlines())) <= 80
     assert "\x1b" not in text
     sums = [line for line in text.splitlines() if " = " in line and line.startswith("stage ")]
@@ -32,6 +34,19 @@ def test_text_is_narrow_and_its_arithmetic_adds_up() -> None:
         assert 0 <= float(total) * 2**30 - sum(plan.memory(stage)) <= 0.04 * 2**30
         assert answer == ("fits" if sum(plan.memory(stage)) <= 4.5 * 2**30 else "does not fit")
     assert {line.rpartition(": ")[2] for line in sums} == {"fits", "does not fit"}
+
+
+def test_a_plan_says_for_which_device_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU all stages of a rank share one memory."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device, said in [
+        ("cpu", "CPU\n"),
+        ("cuda", "GPU\n"),
+        ("auto", "CPU, as there is no GPU here; training.device=cuda plans for GPUs\n"),
+    ]:
+        text = plan_text(small_plan("parallel.pipeline=2", f"training.device={device}"), 80, 1.0)
+        assert f"\ndevice:        {said}" in text and max(map(len, text.splitlines())) <= 80
+        assert ("all stages of a rank: " in text) == (device != "cuda")
 
 
 def test_many_micro_batches_are_drawn_in_part() -> None:
