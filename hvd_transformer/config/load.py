@@ -194,7 +194,7 @@ class _Settings:
             path = [str(part) for part in first["loc"]]
             key = next(key for key in (".".join(path[:2]), path[0]) if key in KEYS)
             given = f"{key}={shown(self.values[key])} ({self.origins[key]})"
-            raise UserError(f"{given}: must {_wanted(key, first['msg'])}") from None
+            raise UserError(f"{given}: must {_wanted(key, first['type'], first['msg'])}") from None
 
 
 _FOLDERS = {
@@ -202,6 +202,8 @@ _FOLDERS = {
     "model.pretrained",
 }  # fmt: skip
 _PLAIN = (str, int, float, list, dict, type(None))
+# By pydantic's error type: what the value must be, where pydantic's message does not say it to a user.
+_IN_WORDS = {"bool_parsing": "be true or false", "bool_type": "be true or false", "string_type": "be text"}
 
 
 def _sources(value: Any) -> list[str]:
@@ -209,11 +211,11 @@ def _sources(value: Any) -> list[str]:
     return [str(entry.get("source", "")) for entry in entries if isinstance(entry, dict)]
 
 
-def _wanted(key: str, message: str) -> str:
-    """What the value must be: in the schema's words if it has any, otherwise in pydantic's."""
+def _wanted(key: str, kind: str, message: str) -> str:
+    """What the value must be: in the schema's words, otherwise in those for this kind of error, or in pydantic's."""
     if in_words := allowed(key):
         return f"be {in_words}"
-    wanted = (message.partition(" should ")[2] or message).partition(", unable")[0]
+    wanted = _IN_WORDS.get(kind) or (message.partition(" should ")[2] or message).partition(", unable")[0]
     return f"{wanted}, or none" if type(None) in get_args(field(key).annotation) else wanted
 
 
@@ -223,10 +225,16 @@ def _has_bool(value: Any) -> bool:
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
-    """ ", did you mean …?", matched by the whole key or its last part; empty if nothing is similar."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    """ ", did you mean …?": the same last part in another section, otherwise a similar key; empty if there is none."""
+    last = word.rpartition(".")[2]
+    same = [key for key in known if key.rpartition(".")[2] == last]
+    near = (
+        difflib.get_close_matches(word, same, n=1, cutoff=0.85)  # several, but the section is only misspelt
+        or same
+        or difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    )
     if not near:
         leaves = {key.rpartition(".")[2]: key for key in known}
-        leaf = difflib.get_close_matches(word.rpartition(".")[2], list(leaves), n=1, cutoff=0.7)
+        leaf = difflib.get_close_matches(last, list(leaves), n=1, cutoff=0.7)
         near = [leaves[name] for name in leaf]
-    return f", did you mean {near[0]}?" if near else ""
+    return f", did you mean {' or '.join(near)}?" if near else ""

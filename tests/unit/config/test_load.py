@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvd_transformer.config import Config, dump, load, load_again
 from hvd_transformer.config.load import PRESETS, preset_names, preset_summary
-from hvd_transformer.config.schema import KEYS, flatten
+from hvd_transformer.config.schema import KEYS, SECTIONS, flatten
 from hvd_transformer.config.sections.key import LARGEST
 from hvd_transformer.errors import UserError
 
@@ -181,6 +181,41 @@ def test_a_key_without_or_with_the_wrong_section_is_told_the_whole_key() -> None
     assert refused("optimizer.l=1").endswith("did you mean optimizer.lr?")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("data.batch_size", "training.batch_size"),
+        ("batch_size", "training.batch_size"),
+        ("lr_scaling", "optimizer.lr_scaling"),  # not model.rope_scaling
+        ("betas", "optimizer.betas"),  # not task
+        ("model.precision", "training.precision"),
+        ("optimizer.precision", "training.precision"),
+        ("model.compile", "training.compile"),
+        ("parallel.device", "training.device"),
+        ("communication.device", "training.device"),
+        ("training.tensor", "parallel.tensor"),
+        ("training.seed", "seed"),
+        ("cluster.nodes.output_dir", "output_dir"),
+        # Two sections have a schedule and a vocab_size.
+        ("schedule", "parallel.schedule or optimizer.schedule"),
+        ("training.schedule", "parallel.schedule or optimizer.schedule"),
+        ("optim.schedule", "optimizer.schedule"),
+        ("paralel.schedule", "parallel.schedule"),
+        ("date.vocab_size", "data.vocab_size"),
+    ],
+)
+def test_a_key_of_another_section_is_told_before_a_similar_one_of_its_own(wrong: str, right: str) -> None:
+    assert refused(f"{wrong}=1") == f"{wrong} (command line): unknown key, did you mean {right}?"
+
+
+def test_every_key_is_found_from_every_section() -> None:
+    for key in KEYS:
+        last = key.rpartition(".")[2]
+        for wrong in {last, *(f"{section}.{last}" for section in SECTIONS)} - set(KEYS):
+            told = refused(f"{wrong}=1").rpartition(", did you mean ")[2].removesuffix("?").split(" or ")
+            assert key in told and {other.rpartition(".")[2] for other in told} == {last}
+
+
 def test_a_section_is_no_key_and_is_told_its_own() -> None:
     message = refused("checkpoint=10")
     assert message.startswith(
@@ -216,7 +251,7 @@ WRONG = [
     ("model.dropout=-0.1", "greater than or equal to 0"),
     ("model.norm=middle", "'pre' or 'post'"),
     ("model.position=none", "'sinusoidal', 'learned' or 'rotary'"),
-    ("model.tie_embeddings=maybe", "a valid boolean"),
+    ("model.tie_embeddings=maybe", "true or false"),
     ("data.tokenizer=words", "basic_english, char, bpe, or a Hugging Face tokenizer.json or its folder"),
     ("data.batching=rows", "'windows' or 'columns'"),
     ("data.sequence_length=0", "greater than or equal to 1"),
@@ -241,8 +276,13 @@ WRONG = [
     ("checkpoint.every_seconds=inf", "a finite number, or none"),
     ("checkpoint.every_seconds=nan", "a finite number, or none"),
     ("optimizer.clip_norm={a: 1}", "a valid number, or none"),
-    ("model.tie_embeddings=[0]", "a valid boolean"),
-    ("data.source=[a]", "a valid string"),
+    ("model.tie_embeddings=[0]", "true or false"),
+    ("data.source=[a]", "must be text"),
+    ("data.test=[a]", "must be text, or none"),
+    ("training.deterministic=maybe", "must be true or false"),
+    ("training.compile=torch", "must be true or false"),
+    ("training.compile={a: 1}", "must be true or false"),
+    ("model.head_bias=maybe", "must be true or false, or none"),
     ("communication.bucket_mb=0", "greater than 0"),
     ("communication.compression=zip", "'none', 'auto', 'fp16', 'fp16_fp32_sum', 'int8', 'int4' or 'powersgd'"),
     ("checkpoint.keep_last=0", "greater than or equal to 1"),
