@@ -41,7 +41,6 @@ ALLOWED = [
     Skip("needs a GPU", "without a GPU", not _GPU),
     Skip("needs two GPUs", "with fewer", torch.cuda.device_count() < 2),
     Skip("needs Horovod with NCCL", "with GPUs that Horovod cannot send from", _GPU),
-    Skip("this machine has a GPU", "with a GPU", _GPU),
     Skip("this machine has the GPUs", "with two GPUs", _GPU),
     Skip("needs root*", "of another user than root", not _ROOT),
     Skip("root may write everywhere", "of root", _ROOT),

@@ -46,7 +46,8 @@ def doctor(
 
     wanted = given_hosts(hosts, hostfile)
     horovodrun = Horovodrun(wanted, ssh=Ssh(ssh_port, ssh_identity), network_interface=network_interface)
-    found = examine(Job.of(horovodrun, config_of(settings)), horovodrun.ssh, launcher_environment(os.environ, []))
+    job = Job.of(horovodrun, config_of(settings))._replace(is_given=bool(settings))
+    found = examine(job, horovodrun.ssh, launcher_environment(os.environ, []))
     if as_json:
         click.echo(json.dumps(to_json(found), indent=2))
     else:

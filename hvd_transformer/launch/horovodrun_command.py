@@ -139,12 +139,22 @@ def check_devices(hosts: Sequence[Host], config: Config, environment: Mapping[st
     for host, is_known in zip(few, known, strict=True):
         gpus = len(host.gpus) or here or 0
         if is_known:
-            needed = f"{host.slots} ranks × {stages} stages" if stages > 1 else f"{host.slots} ranks"
+            needed = f"{_number(host.slots, 'rank')}{f' × {stages} stages' if stages > 1 else ''}"
             named = f" (gpus={','.join(map(str, host.gpus))})" if host.gpus else ""
+            most = gpus // stages
+            cure = f"at most {most} rank{' fits' if most == 1 else 's fit'}, or " if most else ""
             raise UserError(
-                f"host {host.name}: has {gpus} GPUs{named} for {needed} (training.device={device}); at most "
-                f"{gpus // stages} ranks fit, or set training.device=cpu"
+                f"host {host.name}: has {_number(gpus, 'GPU')}{named} for {needed} (training.device={device}); {cure}"
+                "set training.device=cpu"
             )
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+# In CUDA_VISIBLE_DEVICES: a number, or an identifier as nvidia-smi prints it.
+_GPU_NAME = re.compile(r"\d+$|GPU-|MIG-", re.ASCII)
 
 
 def gpus_per_rank(config: Config) -> int:
@@ -157,8 +167,8 @@ def num_gpus(environment: Mapping[str, str]) -> int | None:
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         names = [name.strip() for name in chosen.split(",")]
-        # CUDA ignores everything after the first invalid name.
-        return next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
+        # CUDA ignores everything after the first invalid name; Slurm's NoDevFiles is one.
+        return next((at for at, name in enumerate(names) if not _GPU_NAME.match(name)), len(names))
     with suppress(OSError, subprocess.SubprocessError):
         said = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=10)
         if said.returncode == 0:

@@ -6,14 +6,20 @@ Ranks that see the same GPUs divide them in rank order. A rank that sees GPUs of
     Slurm's --gpus-per-task    A    B      CUDA_VISIBLE_DEVICES differs per rank: A0, B0
 """
 
+import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from hvd_transformer.comm.world import AgreedError, World
+
+# How CUDA_VISIBLE_DEVICES begins unless it hides all GPUs, as "-1", and Slurm's "NoDevFiles".
+_VISIBLE = re.compile(r"\s*(\d|GPU-|MIG-)", re.ASCII)
 
 
 class Sight(NamedTuple):
@@ -21,6 +27,7 @@ class Sight(NamedTuple):
 
     can_send: bool
     gpus: tuple[int, ...]  # by device index, a number that names the GPU to all ranks
+    present: int = 0  # GPUs of NVIDIA there, whether torch can use them or not
 
 
 class Refusal(NamedTuple):
@@ -47,7 +54,7 @@ def choose_devices(wanted: str, num_stages: int, world: World) -> tuple[tuple[to
     if wanted == "cuda":
         cures = ", or ".join(filter(None, (refusal.cure, "set training.device=cpu")))
         raise AgreedError(f"training.device=cuda: {refusal.why}; {cures}", refusal.rank)
-    if not any(sight.gpus for sight in sights):
+    if not any(sight.gpus or sight.present for sight in sights):
         return on_cpu, None
     cure = "" if refusal.cure is None else f"; {refusal.cure}"
     return on_cpu, f"training.device=auto: all ranks compute on the CPU although there are GPUs: {refusal.why}{cure}"
@@ -83,20 +90,28 @@ def why_no_gpus(sights: Sequence[Sight], num_stages: int, hosts: Sequence[str]) 
 
 def _too_few(sights: Sequence[Sight], rank: int, num_stages: int, hosts: Sequence[str]) -> Refusal:
     host, there = hosts[rank], len(sights[rank].gpus)
+    if not there and (present := sights[rank].present):
+        why = f"torch on host {host} cannot use its {'GPU' if present == 1 else f'{present} GPUs'}"
+        return Refusal(rank, why, "see `python -c 'import torch; torch.cuda.init()'` there")
     ranks = sum(of == host and other.gpus == sights[rank].gpus for of, other in zip(hosts, sights, strict=True))
-    needed = f"{ranks} ranks × {num_stages} stages" if num_stages > 1 else f"{ranks} ranks"
+    needed = f"{_number(ranks, 'rank')}{f' × {num_stages} stages' if num_stages > 1 else ''}"
     most = there // num_stages
-    cure = f"start at most {most} ranks there" if most else None
-    return Refusal(rank, f"host {host} has {there} GPUs for {needed}", cure)
+    cure = f"start at most {_number(most, 'rank')} there" if most else None
+    has = f"1 GPU for {needed}" if there == 1 else f"{there} GPUs for {needed}"
+    return Refusal(rank, f"host {host} has {has}", cure)
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _exchange(world: World) -> list[Sight]:
     """Gather what each rank knows. Collective: one all-gather."""
     gpus = _visible_gpus()
-    own = torch.tensor([len(gpus), world.sends_from_gpus, *gpus], dtype=torch.int64)
+    own = torch.tensor([len(gpus), world.sends_from_gpus, *gpus, _num_present()], dtype=torch.int64)
     numbers = iter(world.all_gather_async(own, "devices")().tolist())
     return [
-        Sight(bool(next(numbers)), tuple(next(numbers) for _ in range(count)))
+        Sight(bool(next(numbers)), tuple(next(numbers) for _ in range(count)), next(numbers))
         for count in (next(numbers) for _ in range(world.size))
     ]
 
@@ -107,3 +122,10 @@ def _visible_gpus() -> list[int]:
         return []
     uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     return [int.from_bytes(blake2b(uuid.encode(), digest_size=8).digest(), "big", signed=True) for uuid in uuids]
+
+
+def _num_present(devices: Path = Path("/dev")) -> int:
+    """The number of NVIDIA's GPUs, unless they are hidden on purpose."""
+    if not _VISIBLE.match(os.environ.get("CUDA_VISIBLE_DEVICES", "0")):
+        return 0
+    return sum(path.name.removeprefix("nvidia").isdecimal() for path in devices.glob("nvidia*"))

@@ -20,6 +20,7 @@ from hvd_transformer.launch.connection.connections import HostConnections
 from hvd_transformer.launch.connection.host_connection import HostConnection, NoConnection
 from hvd_transformer.launch.connection.ssh import Ssh, why_refused
 from hvd_transformer.launch.doctor import findings, gpu_allreduce
+from hvd_transformer.launch.doctor.device_findings import about_devices
 from hvd_transformer.launch.doctor.findings import Answer, Finding, Job, Link
 from hvd_transformer.launch.doctor.gpu_allreduce import GpuAllreduce
 from hvd_transformer.launch.hostfile import Host
@@ -251,7 +252,7 @@ def _about(
     """Findings about the hosts and their network, and the interfaces that all share, that of the ranks first."""
     connections = [found for found in opened.values() if isinstance(found, HostConnection)]
     local = {found.host for found in connections if found.local}
-    found = list(findings.about_hosts(job, answers))
+    found = [*findings.about_hosts(job, answers), *about_devices(job, answers, local)]
     interfaces = {host: answer["interfaces"] for host, answer in answers.items() if host not in local}
     if not interfaces:
         return found, []

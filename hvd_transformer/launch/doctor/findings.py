@@ -55,6 +55,7 @@ class Job(NamedTuple):
     folders: Mapping[str, str]  # by the name that the user knows them by
     network_interface: str | None = None
     precision: str = "fp32"
+    is_given: bool = True  # False: only the hosts are
 
     @classmethod
     def of(cls, horovodrun: Horovodrun, config: Config, trains: bool = True) -> "Job":
@@ -88,9 +89,8 @@ class Link(NamedTuple):
 
 
 def about_hosts(job: Job, answers: Answers) -> Iterator[Finding]:
-    """Findings about software, devices, folders and memory."""
+    """Findings about software, folders and memory."""
     yield from _software(answers)
-    yield from _devices(job, answers)
     yield from _folders(job, answers)
     for host, answer in answers.items():
         if answer["memory_free"] < _LITTLE:
@@ -206,7 +206,7 @@ def _software(answers: Answers) -> Iterator[Finding]:
 
 
 def _build(host: str, answer: Answer) -> Iterator[Finding]:
-    """Whether Horovod, torch, MPI and GPUs of one host fit together."""
+    """Whether Horovod, torch and MPI of one host fit together."""
     rebuild = "rebuild Horovod there for what is installed: docker/build_horovod.sh"
     horovod, mpi4py, torch = answer.get("horovod"), answer.get("mpi4py"), answer["versions"]["torch"]
     if horovod is None:
@@ -216,34 +216,6 @@ def _build(host: str, answer: Answer) -> Iterator[Finding]:
     if "MPI" in horovod["features"] and mpi4py and horovod["mpi"] != mpi4py["mpi"]:
         message = f"Horovod loads the MPI library {horovod['mpi']}, mpi4py {mpi4py['mpi']}"
         yield Finding(host, message, "install a single MPI and check LD_LIBRARY_PATH; " + rebuild)
-    if answer["devices"] and not {"NCCL", "MPI on GPUs"} & set(horovod["features"]):
-        cure = "rebuild it with HOROVOD_GPU_OPERATIONS=NCCL"
-        yield Finding(
-            host, "Horovod is built without NCCL: several ranks cannot compute on the GPUs", cure, problem=False
-        )
-
-
-def _devices(job: Job, answers: Answers) -> Iterator[Finding]:
-    """With training.device=auto, one missing GPU anywhere makes all ranks compute on the CPU."""
-    hosts = [host for host in job.hosts if host.name in answers]
-    enough = {host: len(answers[host.name]["devices"]) >= host.slots * job.stages for host in hosts}
-    on_gpus = job.device == "cuda" or (job.device == "auto" and any(enough.values()))
-    for host in hosts:
-        answer = answers[host.name]
-        there, cores = len(answer["devices"]), answer["cores"]
-        slots = f"{_count(host.slots, 'slot')} × {_count(job.stages, 'stage')}"
-        if on_gpus and not enough[host]:
-            fewer = f"give it {_count(there // job.stages, 'slot')}" if there >= job.stages else "leave this host out"
-            yield Finding(host.name, f"{_count(there, 'GPU')} for {slots}", f"{fewer}, or set training.device=cpu")
-        elif not on_gpus and there and job.device == "auto":
-            message = f"{_count(there, 'GPU')} for {slots}: all ranks will compute on the CPU"
-            yield Finding(host.name, message, "start fewer ranks to use the GPUs", problem=False)
-        if not on_gpus and cores < host.slots * job.stages:
-            fewer = f"give it {_count(max(1, cores // job.stages), 'slot')} for speed"
-            yield Finding(host.name, f"{_count(cores, 'core')} for {slots}", fewer, problem=False)
-        if not on_gpus and job.precision in ("bf16", "fp16") and job.precision not in answer["number_formats"]:
-            message = f"its CPU has no {job.precision} instructions: training.precision={job.precision} is slow there"
-            yield Finding(host.name, message, "set training.precision=fp32, or leave this host out", problem=False)
 
 
 def _folders(job: Job, answers: Answers) -> Iterator[Finding]:
@@ -280,7 +252,3 @@ def _differing(what: str, values: Mapping[str, str], cure: str) -> Iterator[Find
 def most_common(values: Mapping[str, str]) -> str | None:
     """The most frequent value; the first one in case of a tie."""
     return Counter(values.values()).most_common(1)[0][0] if values else None
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

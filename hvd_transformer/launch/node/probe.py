@@ -268,7 +268,7 @@ def _visible(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if visible is None:
         return devices
     words = (word.strip() for word in visible.split(","))
-    names = list(takewhile(lambda name: name not in ("", "-1"), words))  # CUDA ignores what follows
+    names = list(takewhile(re.compile(r"\d+$|GPU-|MIG-", re.ASCII).match, words))  # CUDA ignores what follows
     if not all(name.isdigit() for name in names):  # identifiers
         return devices[: len(names)]
     known = takewhile(lambda name: int(name) < len(devices), names)  # CUDA ignores all after the first unknown one

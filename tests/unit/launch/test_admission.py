@@ -92,38 +92,45 @@ def test_the_file_that_tells_is_removed_before_the_answer(admission: Admission, 
     assert not list(tmp_path.rglob(".hvd-transformer-*"))
 
 
-def test_a_host_shows_the_gpus_that_are_named_for_it(
-    connections: HostConnections, ssh_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def two_gpus(ssh_log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On each host."""
     smi = ssh_log.parent / "bin" / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'a GPU, 80, 79'\necho 'another one, 80, 78'\n")
     smi.chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(examine.findings, "about_network", lambda *_: [])
+
+
+def on_gpus(connections: HostConnections) -> Admission:
+    """With training.device=auto, as the torch of these tests may be built for CPUs."""
+    job = Job([], 1, "auto", str(Path.cwd()), {"/tmp": "/tmp"}, None)
+    return Admission(job, connections, dict(os.environ))
+
+
+def refused(admission: Admission, *hosts: Host) -> dict[str, str]:
+    return {host: finding.message for host, finding in admission.refused(hosts).items()}
+
+
+def test_a_host_shows_the_gpus_that_are_named_for_it(two_gpus: None, connections: HostConnections) -> None:
     hosts = [Host("one.invalid", 1, (1,)), Host("two.invalid", 1, (2,))]
-    job = Job(hosts, 1, "cuda", str(Path.cwd()), {"/tmp": "/tmp"}, None)
-    refused = Admission(job, connections, dict(os.environ)).refused(hosts)
-    assert {host: finding.message for host, finding in refused.items()} == {
-        "two.invalid": "0 GPUs for 1 slot × 1 stage"
-    }
+    assert refused(on_gpus(connections), *hosts) == {"two.invalid": "gpus=2: it has only 2 GPUs"}
 
 
-def test_a_connected_host_may_get_other_gpus(
-    connections: HostConnections, ssh_log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connected_host_may_get_other_gpus(two_gpus: None, connections: HostConnections) -> None:
     """It is not asked again, as its node agent answers no questions."""
-    smi = ssh_log.parent / "bin" / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'a GPU, 80, 79'\necho 'another one, 80, 78'\n")
-    smi.chmod(0o755)
-    monkeypatch.setattr(examine.findings, "about_network", lambda *_: [])
-    job = Job([], 1, "cuda", str(Path.cwd()), {"/tmp": "/tmp"}, None)
-    admission = Admission(job, connections, dict(os.environ))
-    assert admission.refused([Host("one.invalid", 1, (1,))]) == {}
+    admission = on_gpus(connections)
+    assert refused(admission, Host("one.invalid", 1, (1,))) == {}
     ready(connections, "one.invalid")
-    assert admission.refused([Host("one.invalid", 2, (0, 1))]) == {}
-    refused = admission.refused([Host("one.invalid", 2, (0, 2))])
-    assert {host: finding.message for host, finding in refused.items()} == {
-        "one.invalid": "1 GPU for 2 slots × 1 stage"
-    }
+    assert refused(admission, Host("one.invalid", 2, (0, 1))) == {}
+    assert refused(admission, Host("one.invalid", 2, (0, 2))) == {"one.invalid": "gpus=0,2: it has only 2 GPUs"}
+
+
+def test_the_gpus_of_this_host_are_counted_as_launch_counts_them(two_gpus: None, connections: HostConnections) -> None:
+    admission = on_gpus(connections)
+    assert refused(admission, Host("localhost", 2)) == {}
+    assert refused(admission, Host("localhost", 3)) == {"localhost": "2 GPUs for 3 slots × 1 stage"}
+    assert refused(admission, Host("one.invalid", 3)) == {}  # of another host it does not know them
 
 
 def test_a_host_that_hangs_takes_no_time_from_the_others(admission: Admission, monkeypatch: pytest.MonkeyPatch) -> None:

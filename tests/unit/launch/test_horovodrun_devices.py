@@ -20,7 +20,17 @@ def config(device: str, stages: int = 1) -> Config:
 
 @pytest.mark.parametrize(
     ("value", "count"),
-    [("0", 1), ("0,1,2", 3), ("1,-1,0", 1), ("-1", 0), ("", 0), ("GPU-8932f937,MIG-1/2", 2), (" 0, 3 ", 2)],
+    [
+        ("0", 1),
+        ("0,1,2", 3),
+        ("1,-1,0", 1),
+        ("-1", 0),
+        ("", 0),
+        ("GPU-8932f937,MIG-1/2", 2),
+        (" 0, 3 ", 2),
+        ("NoDevFiles", 0),
+        ("0,void", 1),
+    ],
 )
 def test_the_chosen_devices(value: str, count: int) -> None:
     assert num_gpus({"CUDA_VISIBLE_DEVICES": value}) == count
@@ -47,7 +57,16 @@ SMI = '#!/bin/sh\nfor at in 0 1 2 3; do echo "GPU of slot $at, 80, $((at + 1))";
 
 @pytest.mark.parametrize(
     ("visible", "seen"),
-    [(None, [1, 2, 3, 4]), ("3,1", [4, 2]), ("1,4,0", [2]), ("", []), ("GPU-1,GPU-2", [1, 2]), (" 2 , 0", [3, 1])],
+    [
+        (None, [1, 2, 3, 4]),
+        ("3,1", [4, 2]),
+        ("1,4,0", [2]),
+        ("", []),
+        ("GPU-1,GPU-2", [1, 2]),
+        (" 2 , 0", [3, 1]),
+        ("NoDevFiles", []),
+        ("3,void,1", [4]),
+    ],
 )
 def test_the_probe_tells_of_the_chosen_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, seen: list[int]
@@ -86,7 +105,7 @@ FAR = Host("192.0.2.1", 8)  # reserved for documentation: no machine has it
 @pytest.mark.parametrize(("slots", "stages", "message"), [
     (5, 1, "has 4 GPUs for 5 ranks (training.device={}); at most 4 ranks fit, or set training.device=cpu"),
     (3, 2, "has 4 GPUs for 3 ranks × 2 stages (training.device={}); at most 2 ranks fit"),
-    (1, 8, "has 4 GPUs for 1 ranks × 8 stages (training.device={}); at most 0 ranks fit"),
+    (1, 8, "has 4 GPUs for 1 rank × 8 stages (training.device={}); set training.device=cpu"),
 ])  # fmt: skip
 @pytest.mark.parametrize("device", ["cuda", "auto"])
 def test_too_few_devices(device: str, slots: int, stages: int, message: str) -> None:
@@ -101,8 +120,8 @@ def test_too_few_named_devices(device: str) -> None:
     with pytest.raises(UserError) as caught:
         check_devices([Host("localhost", 1), Host(FAR.name, 2, (4, 5, 6))], config(device, 2), FOUR)
     assert str(caught.value) == (
-        f"host {FAR.name}: has 3 GPUs (gpus=4,5,6) for 2 ranks × 2 stages (training.device={device}); at most 1 ranks "
-        "fit, or set training.device=cpu"
+        f"host {FAR.name}: has 3 GPUs (gpus=4,5,6) for 2 ranks × 2 stages (training.device={device}); at most 1 rank "
+        "fits, or set training.device=cpu"
     )
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from thread_world import make_worlds, on_ranks
 from hvd_transformer.comm.world import AgreedError, World
 from hvd_transformer.config import load
 from hvd_transformer.errors import UserError
+from hvd_transformer.parallel import devices
 from hvd_transformer.parallel.devices import Sight, first_devices, why_no_gpus
 from hvd_transformer.parallel.mesh import ParallelMesh
 
@@ -25,6 +27,8 @@ class Gpus:
         self.chosen: dict[int, torch.device] = {}
         self.streams: dict[int, list[str]] = {}  # that each rank computes on
         self.own = threading.local()
+        self.present = 0  # of each host, for torch or not
+        monkeypatch.setattr(devices, "_num_present", lambda: self.present)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(self.own.uuids))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(self.own.uuids))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=self.own.uuids[i]))
@@ -104,10 +108,10 @@ REFUSED: Mapping[str, tuple[Sequence[str], str, int, Sequence[int], int, str, st
     # GPUs, hosts, stages, ranks that cannot send: the rank that is to blame, why, what helps
     "one GPU too few": (["ab"] * 3, "hhh", 1, (), 2, "host h has 2 GPUs for 3 ranks", "start at most 2 ranks there"),
     "for the stages": (
-        ["abcde"] * 2, "hh", 4, (), 1, "host h has 5 GPUs for 2 ranks × 4 stages", "start at most 1 ranks there",
+        ["abcde"] * 2, "hh", 4, (), 1, "host h has 5 GPUs for 2 ranks × 4 stages", "start at most 1 rank there",
     ),
-    "one rank has none": (["ab", "ab", ""], "hhi", 1, (), 2, "host i has 0 GPUs for 1 ranks", ""),
-    "two ranks, one GPU": (["a", "a"], "hh", 1, (), 1, "host h has 1 GPUs for 2 ranks", "start at most 1 ranks there"),
+    "one rank has none": (["ab", "ab", ""], "hhi", 1, (), 2, "host i has 0 GPUs for 1 rank", ""),
+    "two ranks, one GPU": (["a", "a"], "hh", 1, (), 1, "host h has 1 GPU for 2 ranks", "start at most 1 rank there"),
     "GPUs that overlap": (
         ["ab", "bc"], "hh", 2, (), 1, "rank 0 on h and rank 1 on h would use the same GPU",
         "let them see the same GPUs in the same order, or different ones",
@@ -145,6 +149,31 @@ def test_where_no_rank_sees_a_gpu_auto_is_the_cpu_and_cuda_is_refused(gpus: Gpus
         assert str(error) == "training.device=cuda: host h has 0 GPUs for 2 ranks; set training.device=cpu"
 
 
+def test_gpus_that_torch_cannot_use_are_told(gpus: Gpus) -> None:
+    """As with a torch for CPUs, or one that is too new for the driver."""
+    gpus.present = 8
+    why = "torch on host h cannot use its 8 GPUs; see `python -c 'import torch; torch.cuda.init()'` there"
+    for mesh in meshes(gpus, ["", ""], hosts="hh"):
+        assert mesh.devices == (CPU,)
+        assert mesh.warning == f"training.device=auto: all ranks compute on the CPU although there are GPUs: {why}"
+    for error in meshes(gpus, ["", ""], "training.device=cuda", hosts="hh"):
+        assert str(error) == f"training.device=cuda: {why}, or set training.device=cpu"
+    for mesh in meshes(gpus, ["a", "b"], hosts="hh"):
+        assert mesh.devices == (torch.device("cuda", 0),) and mesh.warning is None
+
+
+@pytest.mark.parametrize(("visible", "number"), [(None, 2), ("0", 2), ("", 0), ("-1", 0), ("NoDevFiles", 0)])
+def test_gpus_that_are_hidden_on_purpose_are_not(
+    visible: str | None, number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("nvidia0", "nvidia12", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices._num_present(tmp_path) == number
+
+
 def test_the_cpu_that_is_asked_for_needs_no_gpu_and_no_message(gpus: Gpus) -> None:
     worlds = make_worlds(2)
     gpus.see(0, "ab")
@@ -158,8 +187,8 @@ def test_a_world_of_one_needs_no_horovod(gpus: Gpus) -> None:
     assert alone(gpus, "ab", "training.device=cuda", "parallel.pipeline=2").devices == both
     assert alone(gpus, "").devices == (CPU,)
     lacking = alone(gpus, "a", "parallel.pipeline=2")
-    assert lacking.devices == (CPU, CPU) and "has 1 GPUs for 1 ranks × 2 stages" in str(lacking.warning)
-    with pytest.raises(UserError, match="has 0 GPUs for 1 ranks; set training.device=cpu"):
+    assert lacking.devices == (CPU, CPU) and "has 1 GPU for 1 rank × 2 stages" in str(lacking.warning)
+    with pytest.raises(UserError, match="has 0 GPUs for 1 rank; set training.device=cpu"):
         alone(gpus, "", "training.device=cuda")
 
 
