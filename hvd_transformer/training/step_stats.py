@@ -2,11 +2,12 @@
 a step that is logged, what steps cost."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from hvd_transformer.comm.streams import start_copy
+from hvd_transformer.comm.streams import has_streams, start_copy
 from hvd_transformer.comm.world import World
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.training.state import NO_WISHES, StepTotals, Sums, Wishes
@@ -70,7 +71,10 @@ class StepStats:
         copied = start_copy(torch.cat([norm.to(sums.device, torch.float64)[None], sums]))
 
         def read() -> tuple[StepTotals, float]:
-            own, *found = copied().tolist()
+            # On a GPU this waits for the other ranks, too: its collectives end when they have begun them.
+            waits = has_streams(sums.device) and self._world.size > 1
+            with self._world.link.waits_for("step.results") if waits else nullcontext():
+                own, *found = copied().tolist()
             return self._totals(found) if self._sends else StepTotals(0.0, 0, 0, NO_WISHES), own
 
         return read
