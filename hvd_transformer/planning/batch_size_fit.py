@@ -7,6 +7,7 @@ from hvd_transformer.config.batch_size import with_batch_size
 from hvd_transformer.config.schema import Config
 from hvd_transformer.planning.host_memory import memory_on_host
 from hvd_transformer.planning.memory_estimate import estimate_memory
+from hvd_transformer.planning.model_costs import for_gpu
 from hvd_transformer.planning.partition import DEVICE_RESERVE
 
 
@@ -27,9 +28,8 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int 
 
 
 def fits_by_plan(config: Config, size: int, vocab_size: int, dp: int, num_bytes: float) -> bool:
-    """Whether a batch size fits a device of `num_bytes`; with `training.device=cpu` into as much of the host, beside
-    the copy that a checkpoint takes. Raises `UserError` if the task cannot be planned."""
+    """Whether a batch size fits a GPU of `num_bytes`; for a CPU, into as much of the host, beside the copy that a
+    checkpoint takes. Raises `UserError` if the task cannot be planned."""
     estimates = estimate_memory(with_batch_size(config, size), vocab_size, dp)
-    on_cpu = config.training.device == "cpu"
-    needed = memory_on_host(estimates) if on_cpu else max(estimate.total for estimate in estimates)
+    needed = max(estimate.total for estimate in estimates) if for_gpu(config) else memory_on_host(estimates)
     return needed <= (1 - DEVICE_RESERVE) * num_bytes

@@ -12,6 +12,7 @@ from small_plan import SMALL, V
 from hvd_transformer.cli import main as cli
 from hvd_transformer.cli.plan import plan as command
 from hvd_transformer.config import load
+from hvd_transformer.errors import UserError
 from hvd_transformer.planning.constants import load as load_constants
 from hvd_transformer.planning.constants import save
 from hvd_transformer.planning.memory_plan import make_plan
@@ -141,14 +142,25 @@ def test_command() -> None:
     assert none.output.count("no layout fits") == 3
 
 
-def test_memory_is_that_of_the_device_planned_for_wherever_the_command_runs() -> None:
+def test_memory_is_that_of_the_device_planned_for_wherever_the_command_runs(tmp_path: Path) -> None:
     large = [*SMALL, "model.num_layers=1", "model.dropout=0.1", "training.batch_size=60000", "model.loss_chunk=600000"]
-    words = [*large, "--vocab-size", f"{V}", "--scale", "1", "--constants", "h100", "--devices-per-host", "1"]
-    auto, gpu, cpu = (
-        CliRunner().invoke(command, [*words, f"training.device={device}"], catch_exceptions=False).output
-        for device in ("auto", "cuda", "cpu")
-    )
-    assert auto == gpu != cpu
+
+    def output(constants: str, device: str) -> str:
+        words = [*large, "--vocab-size", f"{V}", "--scale", "1", "--constants", constants, "--devices-per-host", "1"]
+        return CliRunner().invoke(command, [*words, f"training.device={device}"], catch_exceptions=False).output
+
+    assert output("h100", "auto") == output("h100", "cuda")
+    over_gloo = tmp_path / "gloo.yaml"
+    save(H100.constants.model_copy(update={"links": {"gloo": H100.constants.links["nccl"]}}), over_gloo)
+    assert output(str(over_gloo), "auto") == output(str(over_gloo), "cpu") != output("h100", "auto")
+
+
+def test_another_device_than_that_of_the_constants_is_refused() -> None:
+    words = [*SMALL, "--vocab-size", f"{V}", "--scale", "1", "--constants", "h100", "training.device=cpu"]
+    with pytest.raises(UserError) as caught:
+        CliRunner().invoke(command, words, catch_exceptions=False)
+    assert str(caught.value).startswith("training.device=cpu: the constants of NVIDIA H100")
+    assert str(caught.value).endswith(" with nccl are for cuda; leave the key out")
 
 
 def test_price_of_tokens(tmp_path: Path) -> None:
