@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -55,15 +56,18 @@ def run_tests(seconds: float) -> Goal:
     """Those of tests/gpu, which may take so long, and their output. Tests that are all skipped reach nothing."""
     name = "pytest -m gpu tests/gpu"
     paths = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfEs", "tests/gpu"]
-    options: dict[str, Any] = {"cwd": REPOSITORY, "env": {**os.environ, "PYTHONPATH": paths}, "text": True}
+    beside = ["-n", str(min(8, os.cpu_count() or 1))] if find_spec("xdist") else []  # or the time may be too short
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-rfEs", *beside, "tests/gpu"]
+    # Unbuffered, so that what is still running is known where the time ends.
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "2", **os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
+    options: dict[str, Any] = {"cwd": REPOSITORY, "env": environment, "text": True}
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, timeout=seconds, **options)
     except subprocess.TimeoutExpired as late:
         click.echo(late.stdout or "")
         return Goal(name, f"not ended after {seconds:.0f} s", False)
     click.echo(done.stdout)
-    summary = next(iter(done.stdout.splitlines()[-1:]), "no output")
+    summary = next(iter(done.stdout.splitlines()[-1:]), "no output").strip("= ")
     return Goal(name, summary, done.returncode == 0 and " passed" in summary)
 
 

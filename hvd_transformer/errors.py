@@ -1,4 +1,4 @@
-"""The exception for errors that the user can fix, and the exit codes with a meaning."""
+"""The exception for errors that the user can fix, the exit codes with a meaning, and words of messages."""
 
 WRONG_INPUT = 2  # one line on stderr, no traceback; never retried
 STALLED = 75  # ended by the watchdog; a launcher may restart it (EX_TEMPFAIL of sysexits.h)
@@ -13,3 +13,8 @@ def missing_extra(given: str | None, package: str, extra: str) -> UserError:
     names what is given."""
     needs = f"needs {package}; install it with: pip install 'hvd-transformer[{extra}]'"
     return UserError(f"{given}: {needs}" if given else needs)
+
+
+def counted(number: int, what: str) -> str:
+    """Such as "1 rank" and "2 ranks"."""
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -131,7 +131,9 @@ def test_settings(tmp_path, words, message):
         ),
     ],
 )
-def test_a_pipeline_that_cannot_be(tmp_path, words, message):
+def test_a_pipeline_that_cannot_be(tmp_path, words, message, monkeypatch):
+    if "cuda" in words[0] and not torch.cuda.is_available():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # there may be GPUs that torch cannot use
     if "cuda" in words[0] and torch.cuda.device_count() > 1:
         pytest.skip("this machine has the GPUs")
     assert message in refused(tmp_path, *SMALL, "parallel.pipeline=2", "data.source=absent", *words)
@@ -264,6 +266,7 @@ def test_an_output_directory_with_other_files(tmp_path):
 
 def test_a_device_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # which may have read the variable before
     line = refused(tmp_path, "training.device=cuda")
     assert "training.device=cuda: host" in line
     assert "has 0 GPUs" in line

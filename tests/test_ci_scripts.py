@@ -58,5 +58,7 @@ def test_the_tests_run_with_each_older_torch_that_is_allowed() -> None:
 
 def test_what_is_left_out_with_an_older_torch_is_there() -> None:
     text = (REPOSITORY / ".ci" / "torch_range").read_text(encoding="utf-8")
-    for file, name in re.findall(r"^    (tests/\S+)::(\w+)$", text, re.MULTILINE):
+    found = re.findall(r"^    (tests/\S+)::(\w+)$", text, re.MULTILINE)
+    assert found
+    for file, name in found:
         assert f"def {name}(" in (REPOSITORY / file).read_text(encoding="utf-8")

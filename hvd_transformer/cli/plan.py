@@ -150,10 +150,7 @@ def _scaled(
     if config.training.device == "auto":  # the memory of the machine that is planned for, not of this one
         training = config.training.model_copy(update={"device": machine.device})
         config = config.model_copy(update={"training": training})
-    elif config.training.device != machine.device:
-        raise UserError(
-            f"training.device={config.training.device}: the constants of {constants.device} with {machine.backend} are "
-            f"for {machine.device}; leave the key out"
-        )
+    elif config.training.device == "cpu" and machine.backend == "nccl":
+        raise UserError(f"training.device=cpu: the constants of {constants.device} are for GPUs; leave the key out")
     work = measure_work(config, vocab_size, machine.devices_per_host)
     return scale_text(work, machine, [search(work, config, machine, int(number), memory) for number in numbers], memory)

@@ -17,7 +17,7 @@ from hvd_transformer.comm.streams import adopt
 # Interval at which a pending collective is polled; `prompt` groups use the second one.
 POLL_SECONDS = 0.0005
 PROMPT_POLL_SECONDS = 0.00005
-# Bytes of one message of objects at most: Horovod and MPI count in 32 bits.
+# Bytes of one message at most, of objects and of matrices: Horovod and MPI count in 32 bits.
 MAX_MESSAGE = 2**30
 ROUNDS = "rounds"  # the collective of `comm.rounds`, which tells of progress and is none
 Operation = Literal["sum", "min", "max"]

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hvd_transformer.config import Config
-from hvd_transformer.errors import UserError
+from hvd_transformer.errors import UserError, counted
 from hvd_transformer.launch.connection.ssh import PLAIN_PATH, Ssh, is_local
 from hvd_transformer.launch.hostfile import Host, check_no_ipv6
 from hvd_transformer.launch.limits import GLOO_RANKS
@@ -139,18 +139,14 @@ def check_devices(hosts: Sequence[Host], config: Config, environment: Mapping[st
     for host, is_known in zip(few, known, strict=True):
         gpus = len(host.gpus) or here or 0
         if is_known:
-            needed = f"{_number(host.slots, 'rank')}{f' × {stages} stages' if stages > 1 else ''}"
+            needed = f"{counted(host.slots, 'rank')}{f' × {stages} stages' if stages > 1 else ''}"
             named = f" (gpus={','.join(map(str, host.gpus))})" if host.gpus else ""
             most = gpus // stages
             cure = f"at most {most} rank{' fits' if most == 1 else 's fit'}, or " if most else ""
             raise UserError(
-                f"host {host.name}: has {_number(gpus, 'GPU')}{named} for {needed} (training.device={device}); {cure}"
+                f"host {host.name}: has {counted(gpus, 'GPU')}{named} for {needed} (training.device={device}); {cure}"
                 "set training.device=cpu"
             )
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 # In CUDA_VISIBLE_DEVICES: a number, or an identifier as nvidia-smi prints it.

@@ -9,6 +9,8 @@ from typing import Protocol
 
 from hvd_transformer.monitoring.timeline import Timeline
 
+RESULTS = "results"  # of a step: what the host waits for when other ranks are late and a GPU waits for them
+
 
 class Collectives(Protocol):
     """What a heartbeat reads of this rank's `comm.group.Link`, which it may not import: that takes torch."""
@@ -94,5 +96,5 @@ class Heartbeat:
         else:
             phase, waits_for = self.phase, next(iter(waiting), None)
             if phase == "step":
-                phase = "allreduce" if waits_for else "update"
+                phase = "update" if waits_for in (None, RESULTS) else "allreduce"
         return phase, waits_for and waits_for.replace(".", " ")

@@ -17,9 +17,10 @@ from typing import NamedTuple
 import torch
 
 from hvd_transformer.comm.world import AgreedError, World
+from hvd_transformer.errors import counted
 
 # How CUDA_VISIBLE_DEVICES begins unless it hides all GPUs, as "-1", and Slurm's "NoDevFiles".
-_VISIBLE = re.compile(r"\s*(\d|GPU-|MIG-)", re.ASCII)
+_VISIBLE = re.compile(r"\s*(\d+\s*(,|$)|GPU-|MIG-)", re.ASCII)
 
 
 class Sight(NamedTuple):
@@ -94,15 +95,11 @@ def _too_few(sights: Sequence[Sight], rank: int, num_stages: int, hosts: Sequenc
         why = f"torch on host {host} cannot use its {'GPU' if present == 1 else f'{present} GPUs'}"
         return Refusal(rank, why, "see `python -c 'import torch; torch.cuda.init()'` there")
     ranks = sum(of == host and other.gpus == sights[rank].gpus for of, other in zip(hosts, sights, strict=True))
-    needed = f"{_number(ranks, 'rank')}{f' × {num_stages} stages' if num_stages > 1 else ''}"
+    needed = f"{counted(ranks, 'rank')}{f' × {num_stages} stages' if num_stages > 1 else ''}"
     most = there // num_stages
-    cure = f"start at most {_number(most, 'rank')} there" if most else None
-    has = f"1 GPU for {needed}" if there == 1 else f"{there} GPUs for {needed}"
-    return Refusal(rank, f"host {host} has {has}", cure)
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+    cure = f"start at most {counted(most, 'rank')} there" if most else None
+    has = "1 GPU for" if there == 1 else f"{there} GPUs for"
+    return Refusal(rank, f"host {host} has {has} {needed}", cure)
 
 
 def _exchange(world: World) -> list[Sight]:

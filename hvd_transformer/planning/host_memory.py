@@ -6,6 +6,7 @@ from hvd_transformer.config.schema import Config
 from hvd_transformer.errors import UserError
 from hvd_transformer.planning.memory_estimate import MemoryEstimate
 from hvd_transformer.planning.memory_plan import StageCost, known_vocabulary, make_plan
+from hvd_transformer.planning.model_costs import for_gpu
 from hvd_transformer.planning.partition import check_partition
 
 # Of Python, torch, Horovod and the data that a rank reads; with CUDA also the driver's and NCCL's.
@@ -22,7 +23,7 @@ def host_memory(config: Config, num_ranks: int) -> int:
         plan = make_plan(config, vocab_size, num_ranks)
     except UserError as error:
         raise UserError(f"{error}; give --memory-gib, the memory of each worker") from None
-    if config.training.device == "cuda":
+    if for_gpu(config):
         return _LIBRARIES_CUDA + _copies(plan.stages)
     return _LIBRARIES_CPU + _copies(plan.stages) + sum(sum(plan.memory(stage)) for stage in plan.stages)
 

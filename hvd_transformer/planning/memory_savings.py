@@ -9,6 +9,7 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.nn.cross_entropy import GPU_CHUNK
 from hvd_transformer.planning.memory_estimate import MemoryEstimate, estimate_memory
 from hvd_transformer.planning.memory_plan import batch_samples
+from hvd_transformer.planning.model_costs import for_gpu
 from hvd_transformer.tasks.registry import task_class
 from hvd_transformer.tasks.task import ExampleTask
 
@@ -97,5 +98,5 @@ def _candidates(config: Config, dp: int, evaluation: bool) -> Iterator[tuple[str
             yield "parallel.optimizer_shard", shard
     yield "parallel.pipeline", 2 * parallel.pipeline
     yield "training.precision", "bf16"
-    if config.model.loss_chunk or training.device != "cpu":  # on a CPU it is small by itself
+    if config.model.loss_chunk or for_gpu(config):  # on a CPU it is small by itself
         yield "model.loss_chunk", max(1, (config.model.loss_chunk or GPU_CHUNK) // 4)

@@ -167,7 +167,7 @@ def _notes(plan: MemoryPlan) -> str:
     if plan.config.parallel.recompute != "never":
         text += " The GFLOPs of a stage include the blocks that backward recomputes."
     training = plan.config.training
-    if training.compile and training.device != "cpu" and training.precision in ("bf16", "fp16"):
+    if training.compile and for_gpu(plan.config) and training.precision in ("bf16", "fp16"):
         text += " Activations include 16-bit copies of the weights, which each micro-batch makes anew."
     return textwrap.fill(text, 78)
 

@@ -12,6 +12,7 @@ from hvd_transformer import __version__
 from hvd_transformer.comm.horovod_env import usable_cores
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config
+from hvd_transformer.errors import counted
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.processor import number_formats, processor_name
 
@@ -81,9 +82,5 @@ def environment_lines(environment: Mapping[str, Any]) -> list[str]:
 def _host_line(host: Mapping[str, Any]) -> str:
     names, devices = host["names"], host["devices"]
     counts = [f"{devices.count(name)} × {name}" for name in dict.fromkeys(devices)]
-    words = [_number(host["ranks"], "rank"), _number(host["cores"], "core"), host["cpu"], *counts]
+    words = [counted(host["ranks"], "rank"), counted(host["cores"], "core"), host["cpu"], *counts]
     return f"{'host' if len(names) == 1 else 'hosts'} {', '.join(names)}: {', '.join(words)}"
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hvd_transformer.comm.streams import has_streams, start_copy
 from hvd_transformer.comm.world import World
+from hvd_transformer.monitoring.heartbeat import RESULTS
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.training.state import NO_WISHES, StepTotals, Sums, Wishes
 
@@ -32,6 +33,7 @@ class StepStats:
         sends: bool = True,
     ) -> None:
         self._world, self._device, self._counts = world, mesh.devices[-1], mesh.tp_rank == 0
+        self._tp = mesh.tp
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
         self._own_counts, self._unsent, self._wishes, self._sends = counts, unsent, wishes, sends
         self._costs = costs
@@ -72,8 +74,8 @@ class StepStats:
 
         def read() -> tuple[StepTotals, float]:
             # On a GPU this waits for the other ranks, too: its collectives end when they have begun them.
-            waits = has_streams(sums.device) and self._world.size > 1
-            with self._world.link.waits_for("step.results") if waits else nullcontext():
+            waits = has_streams(sums.device) and self._world.size > 1 and (self._sends or self._tp > 1)
+            with self._world.link.waits_for(RESULTS) if waits else nullcontext():
                 own, *found = copied().tolist()
             return self._totals(found) if self._sends else StepTotals(0.0, 0, 0, NO_WISHES), own
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 
+from hvd_transformer.errors import counted
 from hvd_transformer.launch.doctor.findings import Answer, Answers, Finding, Job
 from hvd_transformer.launch.hostfile import Host
 
@@ -13,13 +14,12 @@ def about_devices(job: Job, answers: Answers, local: Collection[str] = ()) -> It
     """
     hosts = [host for host in job.hosts if host.name in answers]
     enough = any(_num_gpus(answers[host.name]) >= host.slots * job.stages for host in hosts)
-    wants_gpus = job.device == "cuda" or (job.device == "auto" and enough)
     for_cpus = any(_is_for_cpus(answers[host.name]) for host in hosts)
-    on_cpus = not wants_gpus or (job.device == "auto" and for_cpus)
+    wants_gpus = job.device == "cuda" or (job.device == "auto" and enough and not for_cpus)
     for host in hosts:
         if job.device != "cpu":
             yield from _gpus(job, host, answers[host.name], wants_gpus, host.name in local)
-        if on_cpus:
+        if not wants_gpus:
             yield from _cpus(job, host, answers[host.name])
     yield from _horovod(job, answers)
 
@@ -27,15 +27,15 @@ def about_devices(job: Job, answers: Answers, local: Collection[str] = ()) -> It
 def _gpus(job: Job, host: Host, answer: Answer, wants_gpus: bool, local: bool) -> Iterator[Finding]:
     """Whether the host has the GPUs that its ranks need, and a torch that can use them."""
     there, stages = _num_gpus(answer), job.stages
-    gpus, slots = _count(there, "GPU"), f"{_count(host.slots, 'slot')} × {_count(stages, 'stage')}"
+    gpus, slots = counted(there, "GPU"), f"{counted(host.slots, 'slot')} × {counted(stages, 'stage')}"
     if there < len(host.gpus):
-        yield _not_there(host, len(answer["all_devices"]))
+        yield _not_there(job, host, len(answer["all_devices"]))
         return
     lacking = there < host.slots * stages
     # `launch` counts the GPUs of its own host and those that gpus= names, and refuses too few of them even with auto.
     refused = there > 0 and (local or bool(host.gpus))
     if lacking and (wants_gpus or refused):
-        fewer = [f"give it {_count(there // stages, 'slot')}"] if there >= stages else _leave_out(job)
+        fewer = [f"give it {counted(there // stages, 'slot')}"] if there >= stages else _leave_out(job)
         yield Finding(host.name, f"{gpus} for {slots}", ", or ".join([*fewer, "set training.device=cpu"]))
     if there and _is_for_cpus(answer):
         useless = f"{gpus}, but torch {answer['versions']['torch']} is built for CPUs"
@@ -49,18 +49,19 @@ def _gpus(job: Job, host: Host, answer: Answer, wants_gpus: bool, local: bool) -
         yield Finding(host.name, message, "start fewer ranks to use the GPUs", problem=False)
 
 
-def _not_there(host: Host, there: int) -> Finding:
-    message = f"gpus={','.join(map(str, host.gpus))}: it has {'only ' if there else ''}{_count(there, 'GPU')}"
+def _not_there(job: Job, host: Host, there: int) -> Finding:
+    message = f"gpus={','.join(map(str, host.gpus))}: it has {'only ' if there else ''}{counted(there, 'GPU')}"
     cures = ["check `nvidia-smi` there", *(["name other GPUs"] if there else []), "set training.device=cpu"]
-    return Finding(host.name, message, ", or ".join(cures))
+    # Where nvidia-smi tells of none, there may be GPUs all the same: with auto the ranks look for themselves.
+    return Finding(host.name, message, ", or ".join(cures), problem=there > 0 or job.device == "cuda")
 
 
 def _cpus(job: Job, host: Host, answer: Answer) -> Iterator[Finding]:
     """What slows a job down that computes on CPUs."""
     cores, precision = answer["cores"], job.precision
     if cores < host.slots * job.stages:
-        message = f"{_count(cores, 'core')} for {_count(host.slots, 'slot')} × {_count(job.stages, 'stage')}"
-        fewer = f"give it {_count(max(1, cores // job.stages), 'slot')} for speed"
+        message = f"{counted(cores, 'core')} for {counted(host.slots, 'slot')} × {counted(job.stages, 'stage')}"
+        fewer = f"give it {counted(max(1, cores // job.stages), 'slot')} for speed"
         yield Finding(host.name, message, fewer, problem=False)
     if precision in ("bf16", "fp16") and precision not in answer["number_formats"]:
         message = f"its CPU has no {precision} instructions: training.precision={precision} is slow there"
@@ -70,7 +71,7 @@ def _cpus(job: Job, host: Host, answer: Answer) -> Iterator[Finding]:
 
 def _horovod(job: Job, answers: Answers) -> Iterator[Finding]:
     """Ranks on GPUs need a Horovod that sends from them; a job of one rank needs none."""
-    if job.is_given and sum(host.slots for host in job.hosts) == 1:
+    if job.device == "cpu" or (job.is_given and sum(host.slots for host in job.hosts) == 1):
         return
     only_gpus = job.device == "cuda"
     cure = "rebuild it with HOROVOD_GPU_OPERATIONS=NCCL" + (", or set training.device=cpu" if only_gpus else "")
@@ -93,7 +94,3 @@ def _num_gpus(answer: Answer) -> int:
 
 def _is_for_cpus(answer: Answer) -> bool:
     return str(answer["versions"]["torch"]).endswith("+cpu")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from hvd_transformer.errors import counted
 from hvd_transformer.service.jobs import Host, Needs, State
 from hvd_transformer.service.scheduling.placement import Shape, least_ranks
 
@@ -11,9 +12,9 @@ _MOST_NAMES = 5
 def needed(needs: Needs, shape: Shape) -> str:
     """Such as `8 slots with 2 GPUs each in groups of 4 per host`."""
     least = least_ranks(needs)
-    text = f"{'at least ' * (least < needs.num_ranks)}{_counted(least, 'slot')}"
+    text = f"{'at least ' * (least < needs.num_ranks)}{counted(least, 'slot')}"
     if shape.gpus:
-        text += f" with {_counted(shape.gpus, 'GPU')}{' each' * (least > 1)}"
+        text += f" with {counted(shape.gpus, 'GPU')}{' each' * (least > 1)}"
     return text + f" in groups of {shape.group} per host" * (shape.group > 1)
 
 
@@ -61,10 +62,6 @@ def dependencies(others: Mapping[int, State]) -> str:
         for job, state in sorted(others.items())[:8]
     ]
     return f"waits for {', '.join(words)}{', …' if len(others) > 8 else ''}"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _names(names: Sequence[str]) -> str:

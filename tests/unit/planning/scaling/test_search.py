@@ -155,12 +155,12 @@ def test_memory_is_that_of_the_device_planned_for_wherever_the_command_runs(tmp_
     assert output(str(over_gloo), "auto") == output(str(over_gloo), "cpu") != output("h100", "auto")
 
 
-def test_another_device_than_that_of_the_constants_is_refused() -> None:
+def test_a_cpu_is_refused_with_the_constants_of_gpus() -> None:
     words = [*SMALL, "--vocab-size", f"{V}", "--scale", "1", "--constants", "h100", "training.device=cpu"]
     with pytest.raises(UserError) as caught:
         CliRunner().invoke(command, words, catch_exceptions=False)
     assert str(caught.value).startswith("training.device=cpu: the constants of NVIDIA H100")
-    assert str(caught.value).endswith(" with nccl are for cuda; leave the key out")
+    assert str(caught.value).endswith(" are for GPUs; leave the key out")
 
 
 def test_price_of_tokens(tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def test_its_command_line_hosts_and_environment(
     tmp_path: Path, launchers: Launchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OF_THE_SERVICE", "1")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     of = job(tmp_path, "print=x", launch=("--restarts", "2"))
     start(launchers, of, OMP_NUM_THREADS="3", OF_THE_SERVICE="2")
     changes(launchers, 1)
