@@ -33,7 +33,7 @@ OTHER_OPTIONS = {
     "--cpus-per-task", "--batch", "--signal", "--list-gpus", "--shm-size", "--from-env-file", "--partition", "--time",
     "--published", "--rounds", "--steps", "--warmup", "--strict", "--model",
     "--append-eod", "--data-path", "--json-keys", "--tokenizer-model", "--train-data-path", "--valid-data-path",
-    "--workers", "--peer-python", "--logdir",
+    "--workers", "--peer-python", "--logdir", "--tests",
 }  # fmt: skip
 
 
