@@ -14,12 +14,13 @@ def about_devices(job: Job, answers: Answers, local: Collection[str] = ()) -> It
     """
     hosts = [host for host in job.hosts if host.name in answers]
     enough = any(_num_gpus(answers[host.name]) >= host.slots * job.stages for host in hosts)
+    wants_gpus = job.device == "cuda" or (job.device == "auto" and enough)
     for_cpus = any(_is_for_cpus(answers[host.name]) for host in hosts)
-    wants_gpus = job.device == "cuda" or (job.device == "auto" and enough and not for_cpus)
+    on_cpus = not wants_gpus or (job.device == "auto" and for_cpus)
     for host in hosts:
         if job.device != "cpu":
             yield from _gpus(job, host, answers[host.name], wants_gpus, host.name in local)
-        if not wants_gpus:
+        if on_cpus:
             yield from _cpus(job, host, answers[host.name])
     yield from _horovod(job, answers)
 
